@@ -1,0 +1,278 @@
+"""One bank file: its header, an atomic digested write expert by expert, and what a finished one must look like."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from blake3 import blake3
+
+from sm70_convert.errors import IntegrityError, OutputError, Problem
+from sm70_convert.layout import Layout, MoeShape, bank_tensors, leading_dimensions
+from sm70_convert.safetensors_header import Header, build_header, read_header
+from sm70_convert.strict_json import canonical
+
+FORMAT_VERSION = 1
+METADATA_KEY = "sm70_bank"
+TEMPORARY = ".sm70-tmp"
+
+
+class Digest(Protocol):
+    """A running digest, as hashlib and blake3 both have it."""
+
+    def update(self, data: Any, /) -> object:
+        """Takes more bytes."""
+
+    def digest(self) -> bytes:
+        """The digest so far."""
+
+    def hexdigest(self) -> str:
+        """The same as text."""
+
+
+HASHES: Mapping[str, Callable[[], Digest]] = {"blake3": blake3, "sha256": hashlib.sha256}
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What the manifest says of one file: its path in DIR, its size, its digest, and those of its tensors.
+
+    The digest of a safetensors file is that of its header's digest followed by its tensors' digests in header order; of any
+    other file, that of its bytes.
+    """
+
+    path: str
+    bytes: int
+    digest: str
+    tensors: dict[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """For the manifest and the journal."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class BankSpec:
+    """One bank: the layer and rank it is for, its path in DIR, and its complete header."""
+
+    layer: int
+    rank: int
+    tp_size: int
+    path: str
+    header: Header
+
+
+def bank_path(tp_size: int, rank: int, layer: int) -> str:
+    """Where a bank lies in DIR. In a subfolder, since loaders glob DIR/*.safetensors."""
+    return f"sm70/tp{tp_size}/rank{rank}/layer-{layer:05d}.safetensors"
+
+
+def bank_spec(
+    layout: Layout, moe: MoeShape, checkpoint_group_size: int, layer: int, rank: int, tp_size: int
+) -> BankSpec:
+    """The bank of one layer and rank. Its metadata is one key (several would come in no fixed order in other writers)."""
+    about = {
+        "format_version": FORMAT_VERSION,
+        "layer": layer,
+        "rank": rank,
+        "tp_size": tp_size,
+        "layout": layout.name,
+        "interleave_gate_up": layout.interleave_gate_up,
+        "num_experts": moe.experts,
+        "hidden_size": moe.hidden,
+        "intermediate_size": moe.intermediate,
+        "intermediate_size_per_rank": moe.intermediate // tp_size,
+        "group_size": layout.group_size,
+        "checkpoint_group_size": checkpoint_group_size,
+        **leading_dimensions(layout, moe, tp_size),
+    }
+    tensors = [(t.name, t.dtype, (moe.experts, *t.shape)) for t in bank_tensors(layout, moe, tp_size)]
+    header = build_header(tensors, {METADATA_KEY: canonical(about).decode("ascii")})
+    return BankSpec(layer, rank, tp_size, bank_path(tp_size, rank, layer), header)
+
+
+def combined_digest(new: Callable[[], Digest], header: bytes, tensors: Mapping[str, Digest]) -> str:
+    """The digest of a safetensors file from its header's bytes and its tensors' running digests in header order."""
+    start = new()
+    start.update(header)
+    whole = new()
+    whole.update(start.digest())
+    for tensor in tensors.values():
+        whole.update(tensor.digest())
+    return whole.hexdigest()
+
+
+def make_folder(folder: Path) -> None:
+    """Creates `folder` and its parents; refuses to go through a symlink that this call did not expect."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise OutputError(Problem(f"cannot be created: {exc.strerror}", file=str(folder))) from exc
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        raise OutputError(
+            Problem("is not a real folder", file=str(folder), hint="give an --out without symlinks in it")
+        )
+
+
+class AtomicFile:
+    """A file that appears under its name only when it is whole: temporary file, then fsync, rename, fsync of the folder."""
+
+    def __init__(self, root: Path, path: str) -> None:
+        self.path = path
+        self.final = root / path
+        self.temporary = self.final.with_name(f".{self.final.name}{TEMPORARY}")
+        self._size = 0
+        make_folder(self.final.parent)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with writing(path):
+            self._fd = os.open(self.temporary, flags, 0o666)
+
+    def write_at(self, offset: int, data: Any) -> None:
+        """Writes all of a contiguous buffer at `offset`."""
+        view = memoryview(data).cast("B")
+        self._size = max(self._size, offset + len(view))
+        with writing(self.path):
+            while len(view):
+                count = os.pwrite(self._fd, view, offset)
+                view, offset = view[count:], offset + count
+
+    def commit(self) -> int:
+        """Makes the file durable under its name; returns its size."""
+        with writing(self.path):
+            os.fsync(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+            self.temporary.rename(self.final)
+            sync_folder(self.final.parent)
+        return self._size
+
+    def discard(self) -> None:
+        """Removes the temporary file; does nothing after commit."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self.temporary.unlink(missing_ok=True)
+
+
+class BankWriter:
+    """Writes one safetensors file tensor by tensor, digesting on the way. Each tensor must be written in order of its bytes."""
+
+    def __init__(self, root: Path, path: str, header: Header, new_digest: Callable[[], Digest]) -> None:
+        self._file = AtomicFile(root, path)
+        self._header = header
+        self._new = new_digest
+        self._digests = {name: new_digest() for name in header.tensors}
+        self._written = dict.fromkeys(header.tensors, 0)
+        self._file.write_at(0, header.raw)
+
+    def append(self, tensor: str, data: Any) -> None:
+        """Adds the next bytes of `tensor` (any contiguous buffer)."""
+        view = memoryview(data).cast("B")
+        entry = self._header.tensors[tensor]
+        self._file.write_at(entry.offset + self._written[tensor], view)
+        self._digests[tensor].update(view)
+        self._written[tensor] += len(view)
+
+    def commit(self) -> FileRecord:
+        """Makes the file durable under its name. Every tensor must be complete."""
+        for name, entry in self._header.tensors.items():
+            assert self._written[name] == entry.nbytes, name  # noqa: S101 - a bug here would seal a bad bank
+        size = self._file.commit()
+        digest = combined_digest(self._new, self._header.raw, self._digests)
+        return FileRecord(self._file.path, size, digest, {n: d.hexdigest() for n, d in self._digests.items()})
+
+    def discard(self) -> None:
+        """Removes the unfinished file."""
+        self._file.discard()
+
+
+def write_small(root: Path, path: str, data: bytes, new_digest: Callable[[], Digest]) -> FileRecord:
+    """Writes one small file atomically."""
+    file = AtomicFile(root, path)
+    try:
+        file.write_at(0, data)
+        file.commit()
+    except BaseException:
+        file.discard()
+        raise
+    digest = new_digest()
+    digest.update(data)
+    return FileRecord(path, len(data), digest.hexdigest(), {})
+
+
+CHUNK = 4 << 20
+
+
+def measure(
+    path: Path,
+    shown: str,
+    new_digest: Callable[[], Digest],
+    *,
+    then: Callable[[int], object] | None = None,
+    plain: bool = False,
+) -> FileRecord:
+    """Reads a finished file and gives the record that it should have; then(n) is called for every n bytes read.
+
+    plain: the digest of the bytes as they lie, also for a .safetensors file.
+
+    Raises IntegrityError if it cannot be read, or if a .safetensors file has a bad header.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            buffer = memoryview(bytearray(min(CHUNK, max(size, 1))))
+
+            def digest_of(start: int, count: int) -> Digest:
+                digest = new_digest()
+                end = start + count
+                while start < end:
+                    got = os.preadv(file.fileno(), [buffer[: min(len(buffer), end - start)]], start)
+                    if got == 0:
+                        raise IntegrityError(Problem("became shorter while it was read", file=shown))
+                    digest.update(buffer[:got])
+                    start += got
+                    if then:
+                        then(got)
+                return digest
+
+            if plain or not shown.endswith(".safetensors"):
+                return FileRecord(shown, size, digest_of(0, size).hexdigest(), {})
+            header = read_header(
+                lambda offset, count: os.pread(file.fileno(), count, offset),
+                size,
+                shown,
+                error=IntegrityError,
+            )
+            if then:
+                then(header.data_start)
+            digests = {name: digest_of(e.offset, e.nbytes) for name, e in header.tensors.items()}
+            whole = combined_digest(new_digest, header.raw, digests)
+            return FileRecord(shown, size, whole, {n: d.hexdigest() for n, d in digests.items()})
+    except OSError as exc:
+        raise IntegrityError(Problem(f"cannot be read: {exc.strerror}", file=shown)) from exc
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Turns an OSError of writing `path` into an OutputError that says what to do."""
+    try:
+        yield
+    except OSError as exc:
+        hint = "free some space (or mend the disk), then run the same command again: it resumes"
+        raise OutputError(Problem(f"cannot be written: {exc.strerror}", file=path, hint=hint)) from exc

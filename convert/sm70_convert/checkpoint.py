@@ -1,0 +1,324 @@
+"""Checkpoint: a folder or hub snapshot opened by its headers and index alone, with lazy positioned reads."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sm70_convert.errors import CheckpointError, Problem, Problems, UnsupportedError
+from sm70_convert.safetensors_header import Header, read_header
+from sm70_convert.strict_json import load_object
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+# Where older exporters put what config.json lacks, with the quant_method that such a file stands for.
+QUANTIZATION_FILES = {
+    "quant_config.json": "awq",
+    "quantize_config.json": "gptq",
+    "hf_quant_config.json": "modelopt",
+}
+MAX_JSON = 100_000_000
+# Weights in other forms are no part of what is served from safetensors, and pickles are never touched.
+_OTHER_WEIGHTS = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".ot",
+    ".npz",
+    ".pkl",
+    ".pickle",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Where one tensor's bytes lie: its shard, its dtype and shape, and its offset from the start of the shard."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One source file as it was when it was opened."""
+
+    name: str
+    fd: int
+    size: int
+    mtime_ns: int
+    tensors: tuple[str, ...]
+    raw_header: bytes = field(repr=False)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fills `buffer` (bytes) from `offset`. Raises CheckpointError if the shard has become shorter or cannot be read."""
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self.fd, [buffer[done:]], offset + done)
+            except OSError as exc:
+                raise CheckpointError(Problem(f"cannot be read: {exc.strerror}", file=self.name)) from exc
+            if count == 0:
+                raise CheckpointError(
+                    Problem(f"became shorter while it was read (no byte at {offset + done})", file=self.name)
+                )
+            done += count
+
+    def forget(self, offset: int, count: int) -> None:
+        """Tells the page cache that these bytes are not needed again."""
+        os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError if the file is no longer the one that was planned."""
+        now = os.fstat(self.fd)
+        if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
+            raise CheckpointError(
+                Problem(
+                    "changed while it was converted",
+                    file=self.name,
+                    expected=f"{self.size} bytes of mtime {self.mtime_ns}",
+                    actual=f"{now.st_size} bytes of mtime {now.st_mtime_ns}",
+                    hint="let the checkpoint rest, then start over with --overwrite",
+                )
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StaleTensor:
+    """A tensor that lies in a shard but does not exist, since the index does not give it to that shard."""
+
+    name: str
+    file: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint. `refs` holds exactly the tensors that the index lists, `extras` the other files to hand on."""
+
+    folder: Path
+    config: dict[str, Any]
+    quantization: dict[str, Any]
+    raw_config: bytes
+    raw_index: bytes | None
+    repo: str | None
+    commit: str | None
+    refs: Mapping[str, TensorRef]
+    shards: Mapping[str, Shard]
+    stale: tuple[StaleTensor, ...]
+    unindexed: tuple[str, ...]
+    extras: tuple[str, ...]
+
+    def shard_of(self, ref: TensorRef) -> Shard:
+        """The open shard that holds `ref`."""
+        return self.shards[ref.file]
+
+    def read(self, ref: TensorRef) -> bytes:
+        """All bytes of one tensor."""
+        buffer = bytearray(ref.nbytes)
+        self.shards[ref.file].read_into(ref.offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def close(self) -> None:
+        """Closes all shards."""
+        for shard in self.shards.values():
+            os.close(shard.fd)
+
+    def __enter__(self) -> Checkpoint:  # noqa: PYI034 - typing.Self is younger than Python 3.10
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_regular(path: Path, shown: str) -> int:
+    """A descriptor for reading `path`; a symlink that ends at a regular file is followed, anything else refused."""
+    try:
+        # O_NONBLOCK: a FIFO must not hang the run before it is refused.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise CheckpointError(
+            Problem("is missing", file=shown, hint="fetch the missing file, then run again")
+        ) from None
+    except OSError as exc:
+        raise CheckpointError(Problem(f"cannot be opened: {exc.strerror}", file=shown)) from exc
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError(Problem("is not a regular file", file=shown))
+    return fd
+
+
+def read_small(path: Path, shown: str) -> bytes:
+    """The bytes of a JSON file, up to 100 MB."""
+    with os.fdopen(open_regular(path, shown), "rb") as handle:
+        data = handle.read(MAX_JSON + 1)
+    if len(data) > MAX_JSON:
+        raise CheckpointError(
+            Problem("is over the limit", file=shown, expected=f"at most {MAX_JSON} bytes", actual="more")
+        )
+    return data
+
+
+def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None = None) -> Checkpoint:
+    """Opens a local checkpoint folder. Raises CheckpointError with every problem of its files and index."""
+    if not folder.is_dir():
+        raise CheckpointError(Problem("is not a folder", file=str(folder)))
+    raw_config = read_small(folder / CONFIG, CONFIG)
+    config = load_object(raw_config, CONFIG)
+    quantization = _quantization(folder, config)
+    if "sm70_prepared" in quantization:
+        raise UnsupportedError(
+            Problem("is a prepared folder already", file=str(folder), hint="convert from the source checkpoint")
+        )
+    present = sorted(p.name for p in folder.iterdir() if p.name.endswith(".safetensors"))
+    raw_index, weight_map = None, None
+    if (folder / INDEX).exists() or (folder / INDEX).is_symlink():
+        raw_index = read_small(folder / INDEX, INDEX)
+        weight_map = parse_index(raw_index)
+    names = sorted(set(weight_map.values())) if weight_map is not None else present
+    if not names:
+        raise CheckpointError(
+            Problem("no .safetensors file in it", file=str(folder), hint="is this the model's folder?")
+        )
+    problems = Problems()
+    shards: dict[str, Shard] = {}
+    refs: dict[str, TensorRef] = {}
+    stale: list[StaleTensor] = []
+    try:
+        for name in names:
+            try:
+                shard, header = _open_shard(folder, name)
+            except CheckpointError as exc:
+                for problem in exc.problems:
+                    problems.add(CheckpointError, problem)
+                continue
+            shards[name] = shard
+            _take_refs(name, header, weight_map, refs, stale, problems)
+        for tensor, file in (weight_map or {}).items():
+            if tensor not in refs and file in shards:
+                problems.add(
+                    CheckpointError,
+                    Problem("the index gives it to a shard that does not hold it", tensor, file),
+                )
+        problems.raise_if_any()
+    except BaseException:
+        for shard in shards.values():
+            os.close(shard.fd)
+        raise
+    return Checkpoint(
+        folder=folder,
+        config=config,
+        quantization=quantization,
+        raw_config=raw_config,
+        raw_index=raw_index,
+        repo=repo,
+        commit=commit,
+        refs=refs,
+        shards=shards,
+        stale=tuple(stale),
+        unindexed=tuple(n for n in present if n not in shards),
+        extras=tuple(_extras(folder)),
+    )
+
+
+def _open_shard(folder: Path, name: str) -> tuple[Shard, Header]:
+    fd = open_regular(folder / name, name)
+    try:
+        info = os.fstat(fd)
+        header = read_header(lambda offset, count: os.pread(fd, count, offset), info.st_size, name)
+    except BaseException:
+        os.close(fd)
+        raise
+    return Shard(name, fd, info.st_size, info.st_mtime_ns, tuple(header.tensors), header.raw), header
+
+
+def _take_refs(
+    file: str,
+    header: Header,
+    weight_map: Mapping[str, str] | None,
+    refs: dict[str, TensorRef],
+    stale: list[StaleTensor],
+    problems: Problems,
+) -> None:
+    """Adds the tensors of one shard that exist: those that the index gives to it, or all where there is no index."""
+    for tensor, entry in header.tensors.items():
+        if weight_map is not None and weight_map.get(tensor) != file:
+            stale.append(StaleTensor(tensor, file))
+        elif tensor in refs:
+            problems.add(
+                CheckpointError,
+                Problem(
+                    f"also lies in {refs[tensor].file}, and there is no index to say which one counts",
+                    tensor,
+                    file,
+                    hint=f"add {INDEX}, or remove the file that does not belong",
+                ),
+            )
+        else:
+            refs[tensor] = TensorRef(tensor, file, *entry)
+
+
+def parse_index(raw: bytes) -> dict[str, str]:
+    """Tensor name -> shard of an index file. Raises CheckpointError unless every shard is a plain name in this folder."""
+    document = load_object(raw, INDEX)
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(Problem("has no weight_map", file=INDEX))
+    interned: dict[str, str] = {}
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not _is_plain(file):
+            raise CheckpointError(
+                Problem(
+                    "the index names a shard that is not a plain file name in this folder",
+                    tensor,
+                    INDEX,
+                    expected="NAME.safetensors",
+                    actual=repr(file)[:200],
+                )
+            )
+        weight_map[tensor] = interned.setdefault(file, file)
+    return weight_map
+
+
+def _is_plain(file: str) -> bool:
+    """A name without any folder, fit for a shard."""
+    return file.endswith(".safetensors") and not file.startswith(".") and not set(file) & set("/\\\0")
+
+
+def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """quantization_config of config.json (top level or text_config), else made from the file that an older exporter wrote."""
+    text = config.get("text_config")
+    for holder in (config, text if isinstance(text, dict) else {}):
+        found = holder.get("quantization_config")
+        if found is not None:
+            if not isinstance(found, dict):
+                raise CheckpointError(Problem("quantization_config is not an object", file=CONFIG))
+            return found
+    for file, method in QUANTIZATION_FILES.items():
+        if (folder / file).exists():
+            return {"quant_method": method, **load_object(read_small(folder / file, file), file)}
+    return {}
+
+
+def _extras(folder: Path) -> Iterator[str]:
+    """Files to hand on as bytes, relative: no hidden ones, no weights. Symlinks to files are followed, to folders not."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        relative = Path(root).relative_to(folder)
+        for file in sorted(files):
+            name = (relative / file).as_posix()
+            if file.startswith(".") or file.endswith((".safetensors", *_OTHER_WEIGHTS)) or name in (CONFIG, INDEX):
+                continue
+            if (folder / name).is_file():
+                yield name

@@ -1,0 +1,119 @@
+"""The one module that prints: results for people or as JSON on stdout; progress, warnings and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sm70_convert.errors import Sm70Error, printable
+
+if TYPE_CHECKING:
+    from sm70_convert.plan import Finding
+
+SHOWN_FINDINGS = 10
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes in powers of 1000, three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def human_seconds(seconds: float) -> str:
+    """A duration with a unit that fits it."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+@dataclass
+class Console:
+    """How to speak: as_json puts one JSON document on stdout; quiet drops all but results that were asked for and errors."""
+
+    as_json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+    color: bool | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    def result(self, document: dict[str, Any], rows: Sequence[tuple[str, str]], *, essential: bool = True) -> None:
+        """Prints a command's outcome: `document` as JSON, or `rows` as a two-column table."""
+        if self.as_json:
+            click.echo(json.dumps(document, indent=2, sort_keys=True))
+        elif essential or not self.quiet:
+            width = max((len(name) for name, _ in rows), default=0)
+            for name, value in rows:
+                click.echo(
+                    f"{click.style(f'{name:<{width}}', bold=True)}  {printable(value)}".rstrip(),
+                    color=self.color,
+                )
+
+    def warn(self, text: str) -> None:
+        """A line on stderr for something that is not an error."""
+        if not self.quiet:
+            click.echo(f"{click.style('warning', fg='yellow')}: {printable(text)}", err=True, color=self.color)
+
+    def detail(self, text: str) -> None:
+        """A line on stderr with --verbose."""
+        if self.verbose:
+            click.echo(printable(text), err=True)
+
+    def error(self, error: Sm70Error) -> None:
+        """An error for people on stderr, or as JSON on stdout."""
+        if self.as_json:
+            click.echo(json.dumps({"error": error.as_json()}, indent=2, sort_keys=True))
+            return
+        for line in error.lines():
+            head, _, rest = line.partition(": ")
+            colors = {"error": "red", "next": "green"}
+            styled = f"{click.style(head, fg=colors[head], bold=True)}: {rest}" if head in colors else line
+            click.echo(styled, err=True, color=self.color)
+
+    def findings(self, findings: Sequence[Finding]) -> str:
+        """One cell that lists findings, the first ten."""
+        if not findings:
+            return "none"
+        lines = [f"{_where(f)}{f.message}: {f.count} (such as {f.example})" for f in findings[:SHOWN_FINDINGS]]
+        rest = len(findings) - len(lines)
+        return "; ".join(lines) + (f"; and {rest} more, all in the manifest" if rest else "")
+
+    @contextmanager
+    def progress(
+        self, total_bytes: int, layers: int, what: str
+    ) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
+        """A bar of bytes, rate and layers on stderr; silent off a terminal. Gives (bytes done, layer done)."""
+        from tqdm import tqdm
+
+        silent = self.quiet or self.as_json or not sys.stderr.isatty()
+        done = 0
+        with tqdm(
+            total=total_bytes,
+            unit="B",
+            unit_scale=True,
+            desc=what,
+            disable=silent,
+            leave=False,
+            dynamic_ncols=True,
+        ) as bar:
+
+            def layer_done(layer: int) -> None:
+                nonlocal done
+                done += 1
+                bar.set_postfix_str(f"layer {done}/{layers}")
+                self.detail(f"layer {layer} done")
+
+            yield bar.update, layer_done
+
+
+def _where(finding: Finding) -> str:
+    return "" if finding.layer is None else f"layer {finding.layer}: "

@@ -1,0 +1,152 @@
+"""Every error this tool reports: its exit code, its problems, and the next step for each."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+SHOWN_PROBLEMS = 10
+
+
+def printable(text: str) -> str:
+    """`text` with control and other unprintable characters escaped, so that a name from a file cannot steer a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: a sentence, where it was found, and what to do next."""
+
+    message: str
+    tensor: str | None = None
+    file: str | None = None
+    layer: int | None = None
+    rank: int | None = None
+    expected: str | None = None
+    actual: str | None = None
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        where = [self.tensor] if self.tensor else []
+        if self.file:
+            where.append(f"({self.file})" if self.tensor else self.file)
+        if self.layer is not None and not self.tensor:
+            where.append(f"layer {self.layer}")
+        if self.rank is not None:
+            where.append(f"rank {self.rank}")
+        text = f"{' '.join(where)}: {self.message}" if where else self.message
+        if self.expected is not None:
+            text += f": expected {self.expected}, found {self.actual}"
+        return printable(text)
+
+
+class Sm70Error(Exception):
+    """A failure with an exit code. `problems` are all that were found; `total` counts also those not kept."""
+
+    exit_code: ClassVar[int] = 1
+    kind: ClassVar[str] = "bug"
+
+    def __init__(self, *problems: Problem | str, hint: str | None = None, total: int | None = None) -> None:
+        self.problems = tuple(p if isinstance(p, Problem) else Problem(p, hint=hint) for p in problems)
+        self.total = len(self.problems) if total is None else total
+        super().__init__("; ".join(str(p) for p in self.problems))
+
+    def lines(self) -> list[str]:
+        """What is printed: up to ten problems, a count of the rest, and each different next step once."""
+        shown = self.problems[:SHOWN_PROBLEMS]
+        lines = [f"error: {p}" for p in shown]
+        if self.total > len(shown):
+            lines.append(f"... and {self.total - len(shown)} more problems like these")
+        hints = dict.fromkeys(p.hint for p in shown if p.hint)
+        return lines + [f"next: {printable(hint)}" for hint in hints]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for `--json`, with every problem that was kept."""
+        problems = [{k: v for k, v in asdict(p).items() if v is not None} for p in self.problems]
+        return {"kind": self.kind, "exit_code": self.exit_code, "total": self.total, "problems": problems}
+
+
+class UsageError(Sm70Error):
+    """The options do not fit together."""
+
+    exit_code = 2
+    kind = "usage"
+
+
+class CheckpointError(Sm70Error):
+    """The checkpoint is wrong or incomplete."""
+
+    exit_code = 3
+    kind = "checkpoint"
+
+
+class UnsupportedError(Sm70Error):
+    """The checkpoint is valid, but not something that can be prepared."""
+
+    exit_code = 4
+    kind = "unsupported"
+
+
+class OutputError(Sm70Error):
+    """The output folder exists, does not match, or has no room."""
+
+    exit_code = 5
+    kind = "output"
+
+
+class IntegrityError(Sm70Error):
+    """Bytes are not what the manifest, the source or a recording says."""
+
+    exit_code = 6
+    kind = "integrity"
+
+
+class DeviceError(Sm70Error):
+    """The device asked for is not there or cannot be used."""
+
+    exit_code = 7
+    kind = "device"
+
+
+class Interrupted(Sm70Error):  # noqa: N818 - stopped on purpose
+    """Stopped by Ctrl-C; the same command resumes."""
+
+    exit_code = 130
+    kind = "interrupted"
+
+
+class Terminated(Sm70Error):  # noqa: N818 - stopped on purpose
+    """Stopped by SIGTERM; the same command resumes."""
+
+    exit_code = 143
+    kind = "terminated"
+
+
+class Problems:
+    """Collects problems of a planning pass, so that all are reported at once.
+
+    Only the first of each kind are kept (a checkpoint of 200,000 wrong tensors must not fill the memory); all are counted.
+    """
+
+    KEPT = 100
+
+    def __init__(self) -> None:
+        self._kept: dict[type[Sm70Error], list[Problem]] = {}
+        self._total = 0
+
+    def add(self, kind: type[Sm70Error], problem: Problem) -> None:
+        """Notes one problem that alone would raise `kind`."""
+        self._total += 1
+        kept = self._kept.setdefault(kind, [])
+        if len(kept) < self.KEPT:
+            kept.append(problem)
+
+    def __bool__(self) -> bool:
+        return self._total > 0
+
+    def raise_if_any(self) -> None:
+        """Raises one error with all problems; its kind is the one with the lowest exit code (the root cause)."""
+        if self._kept:
+            kind = min(self._kept, key=lambda k: k.exit_code)
+            ordered = [p for k in sorted(self._kept, key=lambda k: k.exit_code) for p in self._kept[k]]
+            raise kind(*ordered, total=self._total)

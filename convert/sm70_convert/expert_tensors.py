@@ -1,0 +1,314 @@
+"""The expert tensors of each layer: sorted by name, checked against their format, and where each one's bytes lie."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from sm70_convert import names
+from sm70_convert.checkpoint import CONFIG, Checkpoint, TensorRef
+from sm70_convert.errors import CheckpointError, Problem, Problems, UnsupportedError
+from sm70_convert.formats import Part, SourceFormat
+from sm70_convert.layout import NVFP4, MoeShape, QuantizationSpec
+
+_FP4_LOCAL = (".nvfp4_csf_fixed", ".nvfp4_csf_exceptions")
+FLOATS = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePart:
+    """One part of one projection, for all experts of a layer: where each expert's bytes lie."""
+
+    projection: str
+    part: str
+    template: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    files: list[str]
+    offsets: array[int]
+
+    def name(self, expert: int) -> str:
+        """The tensor's name in the checkpoint."""
+        return self.template.replace("{expert}", str(expert))
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedPart:
+    """Tensors of a layer's experts that the banks do not need."""
+
+    template: str
+    experts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """The exact sources of one layer's banks."""
+
+    layer: int
+    sources: tuple[SourcePart, ...]
+    dropped: tuple[DroppedPart, ...]
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that are read to prepare this layer."""
+        return sum(len(s.offsets) * s.nbytes for s in self.sources)
+
+
+@dataclass(slots=True)
+class FoundExperts:
+    """The expert tensors of one layer as found: (projection, part) -> expert -> tensor; fused ones under expert None."""
+
+    layer: int
+    module: str
+    parts: dict[tuple[str, str], dict[int | None, tuple[TensorRef, str]]] = field(default_factory=dict)
+    unsupported: bool = False
+
+
+def experts_by_layer(checkpoint: Checkpoint, depth: int | None, problems: Problems) -> dict[int, FoundExperts]:
+    """Sorts the expert tensors of decoder layers. Layers from num_hidden_layers up are draft (MTP) layers and stay out."""
+    found: dict[int, FoundExperts] = {}
+    for name, ref in checkpoint.refs.items():
+        layer = names.layer_inside_experts(name)
+        if layer is None or (depth is not None and layer >= depth):
+            continue
+        experts = found.setdefault(layer, FoundExperts(layer, names.experts_module(name)))
+        parsed = names.parse(name)
+        if parsed is None or name.endswith(_FP4_LOCAL):
+            if name.endswith(_FP4_LOCAL):
+                what, hint = (
+                    "holds block scales in NVIDIA's FP4-Local coding, which is not decoded here",
+                    "use the plain NVFP4 export",
+                )
+            elif name.endswith(("experts.weight_scale_2", "experts.weight_scale")):
+                what, hint = (
+                    "is one global scale for all experts",
+                    "use an export with scales for each expert",
+                )
+            else:
+                what, hint = (
+                    "lies in the experts, but its name is not understood",
+                    "use an export with one tensor an expert",
+                )
+            problems.add(UnsupportedError, Problem(what, name, ref.file, hint=hint))
+            experts.unsupported = True
+            continue
+        at = experts.parts.setdefault((parsed.projection, parsed.part), {})
+        if parsed.expert in at:
+            problems.add(CheckpointError, Problem(f"is the same tensor as {at[parsed.expert][0].name}", name, ref.file))
+        at[parsed.expert] = (ref, parsed.template)
+    return found
+
+
+class LayerPlanner:
+    """Checks the tensors of one quantised layer against what the format must have, and notes where each lies."""
+
+    def __init__(
+        self,
+        experts: FoundExperts,
+        source: SourceFormat,
+        spec: QuantizationSpec,
+        moe: MoeShape,
+        problems: Problems,
+    ) -> None:
+        self.experts, self.source, self.spec, self.moe, self.problems = experts, source, spec, moe, problems
+
+    def plan(self) -> LayerPlan | None:
+        """The layer's sources, or None if too much is wrong. Everything wrong is noted in `problems`."""
+        parts = {key: dict(at) for key, at in self.experts.parts.items()}
+        plain = self._reject_plain(parts)
+        if not self._split_fused(parts):
+            return None
+        dropped = [
+            DroppedPart(template, tuple(sorted(e for e in at if e is not None)))
+            for (_, part), at in sorted(parts.items())
+            if part in self.source.ignored
+            for template in sorted({t for _, t in at.values()})
+        ]
+        absent = self._reject_missing_experts(parts) | plain
+        sources = []
+        for projection in names.PROJECTIONS:
+            k, n = (self.moe.hidden, self.moe.intermediate)
+            if projection == "down":
+                k, n = n, k
+            for part, wanted in self.source.parts(k, n, self.spec.group_size).items():
+                planned = self._source_part(projection, part, wanted, k, parts.pop((projection, part), {}), absent)
+                if planned:
+                    sources.append(planned)
+        self._reject_unknown(parts)
+        return LayerPlan(self.experts.layer, tuple(sources), tuple(dropped)) if len(sources) else None
+
+    def _reject_plain(self, parts: dict[tuple[str, str], dict[int | None, tuple[TensorRef, str]]]) -> set[int]:
+        """Unquantised experts beside quantised ones; returns their numbers."""
+        plain: set[int] = set()
+        for projection in names.PROJECTIONS:
+            weights = parts.get((projection, "weight"), {})
+            marked = parts.get((projection, self.source.marker), {})
+            for expert, (ref, _) in list(weights.items()):
+                if ref.dtype in FLOATS and expert not in marked:
+                    self.problems.add(
+                        UnsupportedError,
+                        Problem(
+                            f"is not quantised ({ref.dtype}), but other experts of its layer are",
+                            ref.name,
+                            ref.file,
+                            hint="quantise all experts of a layer, or none and list the layer in the exclude list",
+                        ),
+                    )
+                    if expert is not None:
+                        plain.add(expert)
+                    del weights[expert]
+        return plain
+
+    def _split_fused(self, parts: dict[tuple[str, str], dict[int | None, tuple[TensorRef, str]]]) -> bool:
+        """Turns 3-D tensors of all experts into one reference an expert: [E, ...], gate rows before up rows.
+
+        False if one of them has a form that cannot be split.
+        """
+        count, good = self.moe.experts, True
+        for (projection, part), at in list(parts.items()):
+            if None not in at:
+                continue
+            ref, template = at.pop(None)
+            inner: tuple[int, ...] = ()
+            targets = ("gate", "up") if projection == names.GATE_UP else (projection,)
+            if part in self.source.ignored:
+                parts.setdefault((projection, part), {}).update(dict.fromkeys(range(count), (ref, template)))
+                continue
+            if part == "weight_scale_2":
+                shapes: Sequence[tuple[int, ...]] = [(count,), (count, 1), (count, len(targets))]
+                if ref.shape not in shapes:
+                    self.problems.add(
+                        UnsupportedError,
+                        Problem(
+                            "is one global scale for all experts",
+                            ref.name,
+                            ref.file,
+                            expected=f"shape {list(shapes[0])}",
+                            actual=f"{list(ref.shape)}",
+                        ),
+                    )
+                    good = False
+                    continue
+                split = len(targets) if prod(ref.shape) > count else 1
+            else:
+                if (
+                    len(ref.shape) != 3
+                    or ref.shape[0] != count
+                    or ref.shape[1] % len(targets)
+                    or self.source.name != NVFP4
+                ):
+                    self.problems.add(
+                        UnsupportedError,
+                        Problem(
+                            "holds all experts in a form that is not supported",
+                            ref.name,
+                            ref.file,
+                            expected=f"[{count}, rows, columns] of NVFP4",
+                            actual=f"{list(ref.shape)}",
+                        ),
+                    )
+                    good = False
+                    continue
+                split, inner = len(targets), (ref.shape[1] // len(targets), ref.shape[2])
+            size = ref.nbytes // (count * split)
+            for i, target in enumerate(targets):
+                experts = parts.setdefault((target, part), {})
+                for e in range(count):
+                    offset = ref.offset + (e * split + (i if split > 1 else 0)) * size
+                    experts[e] = (TensorRef(ref.name, ref.file, ref.dtype, inner, offset, size), template)
+            if not at and projection == names.GATE_UP:
+                del parts[projection, part]
+        return good
+
+    def _reject_missing_experts(
+        self, parts: Mapping[tuple[str, str], Mapping[int | None, tuple[TensorRef, str]]]
+    ) -> set[int]:
+        """Experts without any tensor, and expert numbers beyond the config's; returns the missing ones."""
+        present = {e for at in parts.values() for e in at if e is not None}
+        missing = set(range(self.moe.experts)) - present
+        for expert in sorted(missing):
+            self.problems.add(
+                CheckpointError,
+                Problem(
+                    f"expert {expert} of {self.moe.experts} has no tensors",
+                    self._name("gate", self.source.marker, expert),
+                ),
+            )
+        for at in parts.values():
+            for number, (ref, _) in at.items():
+                if number is not None and number >= self.moe.experts:
+                    self.problems.add(
+                        CheckpointError,
+                        Problem(f"expert number is beyond the {self.moe.experts} of {CONFIG}", ref.name, ref.file),
+                    )
+        return missing
+
+    def _source_part(
+        self,
+        projection: str,
+        part: str,
+        wanted: Part,
+        k: int,
+        at: Mapping[int | None, tuple[TensorRef, str]],
+        absent: set[int],
+    ) -> SourcePart | None:
+        files: list[str] = []
+        offsets: array[int] = array("q")
+        good = True
+        first: tuple[TensorRef, str] | None = None
+        for expert in range(self.moe.experts):
+            if expert in absent:
+                continue
+            if expert not in at:
+                self.problems.add(CheckpointError, Problem("is missing", self._name(projection, part, expert)))
+                good = False
+                continue
+            ref, template = at[expert]
+            first = first or (ref, template)
+            if ref.dtype not in wanted.dtypes or ref.dtype != first[0].dtype:
+                expected = first[0].dtype if first[0].dtype in wanted.dtypes else " or ".join(wanted.dtypes)
+                self.problems.add(
+                    CheckpointError,
+                    Problem("has the wrong dtype", ref.name, ref.file, expected=expected, actual=ref.dtype),
+                )
+                good = False
+            elif ref.shape not in wanted.shapes:
+                self.problems.add(CheckpointError, self._wrong_shape(ref, part, wanted, k))
+                good = False
+            elif template != first[1]:
+                self.problems.add(CheckpointError, Problem(f"is named unlike {first[0].name}", ref.name, ref.file))
+                good = False
+            files.append(ref.file)
+            offsets.append(ref.offset)
+        if not good or first is None:
+            return None
+        ref, template = first
+        return SourcePart(projection, part, template, ref.dtype, ref.shape, ref.nbytes, files, offsets)
+
+    def _wrong_shape(self, ref: TensorRef, part: str, wanted: Part, k: int) -> Problem:
+        group = self.source.group_of(k, ref.shape) if part == self.source.scale_part else None
+        if group not in (None, self.spec.group_size):
+            message = f"its shape says group size {group}, {CONFIG} says {self.spec.group_size}"
+        else:
+            message = "has the wrong shape for this model"
+        return Problem(message, ref.name, ref.file, expected=f"{list(wanted.shapes[0])}", actual=f"{list(ref.shape)}")
+
+    def _name(self, projection: str, part: str, expert: int) -> str:
+        """What the tensor would be called here, after one of its like that exists."""
+        for (p, q), at in self.experts.parts.items():
+            for _, template in at.values():
+                if p == projection and q == part:
+                    return template.replace("{expert}", str(expert))
+        return f"{self.experts.module}.{expert}.{projection}_proj.{part}"
+
+    def _reject_unknown(self, parts: Mapping[tuple[str, str], Mapping[int | None, tuple[TensorRef, str]]]) -> None:
+        for (_, part), at in parts.items():
+            if part in self.source.ignored:
+                continue
+            for ref, _ in at.values():
+                hint = "act-order checkpoints cannot be prepared" if part == "g_idx" else None
+                what = f"is no part of a {self.source.name} expert that can be prepared"
+                self.problems.add(UnsupportedError, Problem(what, ref.name, ref.file, hint=hint))

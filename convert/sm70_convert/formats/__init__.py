@@ -1,0 +1,81 @@
+"""Source formats: what each stores for one expert's projection, and how its config says so. One small module a format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from sm70_convert.layout import QuantizationSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from sm70_kernels.spec import Projection
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored tensor of a projection: the dtypes and shapes that are right for it, likeliest first."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleReport:
+    """What one projection's scales showed. `nonfinite` says which value became inf or NaN; `notes` are legal but telling."""
+
+    nonfinite: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SourceFormat:
+    """A format as functions. K is in-features, N out-features, both uncut.
+
+    marker: the part that only quantised experts have. ignored: parts that the banks do not need.
+    spec(config, experts_modules): reads quantization_config; raises CheckpointError or UnsupportedError.
+    parts(K, N, group_size): the tensors of one projection.
+    projection(arrays, dtypes): raw arrays and safetensors dtypes by part -> canonical words.
+    group_of(K, shape of scale_part): the group size that a shape says, or None.
+    """
+
+    name: str
+    marker: str
+    ignored: frozenset[str]
+    spec: Callable[[Mapping[str, Any], tuple[str, ...]], QuantizationSpec]
+    parts: Callable[[int, int, int], dict[str, Part]]
+    projection: Callable[[Mapping[str, NDArray[Any]], Mapping[str, str]], Projection]
+    check_scales: Callable[[Projection], ScaleReport]
+    scale_part: str
+    group_of: Callable[[int, tuple[int, ...]], int | None]
+
+
+def is_excluded(quantization: Mapping[str, Any], module: str) -> bool:
+    """Whether the config's exclude list keeps `module` (such as model.layers.3.mlp.experts) unquantised.
+
+    AWQ lists substrings; ModelOpt exact names of modules or of what contains them, and globs.
+    """
+    nested = quantization.get("quantization")
+    for name in quantization.get("modules_to_not_convert") or ():
+        if isinstance(name, str) and name and name in module:
+            return True
+    for name in (
+        quantization.get("ignore") or (nested.get("exclude_modules") if isinstance(nested, dict) else None) or ()
+    ):
+        if isinstance(name, str) and (fnmatchcase(module, name) or module.startswith(f"{name}.")):
+            return True
+    return False
+
+
+def source_format(name: str) -> SourceFormat:
+    """The format called `awq` or `nvfp4`."""
+    if name == "awq":
+        from sm70_convert.formats.awq import FORMAT as AWQ_FORMAT
+
+        return AWQ_FORMAT
+    from sm70_convert.formats.modelopt_nvfp4 import FORMAT as NVFP4_FORMAT
+
+    return NVFP4_FORMAT

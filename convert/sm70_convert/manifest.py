@@ -1,0 +1,241 @@
+"""The manifest: what a sealed folder holds, digested; and the identity of a plan, which decides what may be mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sm70_convert import __version__, names
+from sm70_convert.bank import FORMAT_VERSION, HASHES, FileRecord
+from sm70_convert.checkpoint import read_small
+from sm70_convert.errors import CheckpointError, IntegrityError, OutputError, Problem, Sm70Error
+from sm70_convert.expert_tensors import LayerPlan
+from sm70_convert.layout import runtime_flags
+from sm70_convert.plan import Finding, Plan
+from sm70_convert.strict_json import canonical, load_object, pretty
+
+MANIFEST = "sm70/manifest.json"
+SUMS = "SHA256SUMS"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """The digest of one part of one projection over all experts of a layer, in expert order."""
+
+    name: str
+    experts: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """A prepared layer: its bank files, the digests of its sources, and what was noticed. One line of the journal."""
+
+    layer: int
+    banks: tuple[FileRecord, ...]
+    sources: tuple[SourceRecord, ...]
+    findings: tuple[Finding, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For the journal."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> LayerRecord:
+        """The record that as_json() wrote. Raises KeyError or TypeError for anything else."""
+        return cls(
+            layer=value["layer"],
+            banks=tuple(FileRecord(**b) for b in value["banks"]),
+            sources=tuple(SourceRecord(**s) for s in value["sources"]),
+            findings=tuple(Finding(**f) for f in value["findings"]),
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A sealed folder's contents. `identity` is what a further run must share with it, TP sizes aside."""
+
+    identity: dict[str, Any]
+    tp_sizes: tuple[int, ...]
+    layers: dict[int, LayerRecord]
+    passthrough: tuple[FileRecord, ...]
+    dropped: tuple[dict[str, str], ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def banks(self) -> dict[str, FileRecord]:
+        """Every bank file by path."""
+        return {b.path: b for record in self.layers.values() for b in record.banks}
+
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """Every file that the manifest answers for, by path."""
+        return {**{p.path: p for p in self.passthrough}, **self.banks}
+
+    @property
+    def hash(self) -> str:
+        """The name of the hash of every digest."""
+        return str(self.identity["hash"])
+
+    def encode(self) -> bytes:
+        """The bytes of manifest.json: sorted, and closed by a digest of everything else in it."""
+        document: dict[str, Any] = {
+            **self.identity,
+            "tp_sizes": list(self.tp_sizes),
+            "layers": {
+                str(r.layer): {
+                    "layout": self.identity["layout"]["name"],
+                    "interleave_gate_up": self.identity["layout"]["interleave_gate_up"],
+                    "runtime_flags": self.identity["layout"]["runtime_flags"],
+                    "sources": [asdict(s) for s in r.sources],
+                }
+                for r in self.layers.values()
+            },
+            "banks": [b.as_json() for _, b in sorted(self.banks.items())],
+            "passthrough": [p.as_json() for p in sorted(self.passthrough, key=lambda p: p.path)],
+            "dropped": sorted(self.dropped, key=lambda d: d["name"]),
+            "findings": [
+                asdict(f) for f in sorted(self.findings, key=lambda f: (-1 if f.layer is None else f.layer, f.message))
+            ],
+        }
+        document["manifest_digest"] = _digest(self.hash, canonical(document))
+        return pretty(document)
+
+
+def _digest(hash_name: str, data: bytes) -> str:
+    digest = HASHES[hash_name]()
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def plan_identity(plan: Plan) -> dict[str, Any]:
+    """All that decides the bytes of a folder, TP sizes aside: two runs with equal identities may share one folder."""
+    checkpoint, hash_name = plan.checkpoint, plan.options.hash
+    source: dict[str, Any] = {"config": _digest(hash_name, checkpoint.raw_config)}
+    if checkpoint.repo is not None:
+        source = {"repo": checkpoint.repo, "commit": checkpoint.commit}
+    elif checkpoint.raw_index is not None:
+        source["index"] = _digest(hash_name, checkpoint.raw_index)
+    shards = {
+        name: {"bytes": shard.size, "header": _digest(hash_name, shard.raw_header)}
+        for name, shard in sorted(checkpoint.shards.items())
+    }
+    return {
+        "format_version": FORMAT_VERSION,
+        "tool_version": __version__,
+        "hash": hash_name,
+        "source": source,
+        "shards": shards,
+        "quantization": {**asdict(plan.quantization), "checkpoint_group_size": plan.quantization.group_size},
+        "moe": {**asdict(plan.moe), "layers": names.format_ranges(plan.moe.layers)},
+        "layout": {
+            "name": plan.layout.name,
+            "interleave_gate_up": plan.layout.interleave_gate_up,
+            "group_size": plan.layout.group_size,
+            "runtime_flags": runtime_flags(plan.layout),
+        },
+    }
+
+
+def difference(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """The first field in which two identities differ, as (dotted name, expected, actual), or None."""
+    for key in sorted(set(expected) | set(actual)):
+        a, b = expected.get(key), actual.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            if found := difference(a, b):
+                return (f"{key}.{found[0]}", found[1], found[2])
+        elif a != b:
+            return key, str(a), str(b)
+    return None
+
+
+def dropped_records(layers: tuple[LayerPlan, ...]) -> tuple[dict[str, str], ...]:
+    """The dropped tensors of all layers: a name with `{expert}`, and the experts that have it."""
+    return tuple(
+        {"name": d.template, "experts": names.format_ranges(d.experts)} for layer in layers for d in layer.dropped
+    )
+
+
+def read_manifest(folder: Path, *, error: type[Sm70Error] = IntegrityError) -> Manifest:
+    """The manifest of a sealed folder. Raises `error` if it is missing, altered, or of another format version."""
+    try:
+        raw = read_small(folder / MANIFEST, MANIFEST)
+    except CheckpointError as exc:
+        hint = "not a sealed folder: finish it with the same sm70-convert command, or with `sm70-convert seal`"
+        raise error(Problem(exc.problems[0].message, file=MANIFEST, hint=hint)) from exc
+    document = load_object(raw, MANIFEST, error=error)
+    version = document.get("format_version")
+    if version != FORMAT_VERSION:
+        raise error(
+            Problem(
+                "other format version",
+                file=MANIFEST,
+                expected=str(FORMAT_VERSION),
+                actual=repr(version)[:100],
+                hint="use the sm70-convert that wrote it, or convert again",
+            )
+        )
+    altered = error(
+        Problem("was altered or damaged: its own digest does not match", file=MANIFEST, hint="convert again")
+    )
+    if document.get("hash") not in HASHES:
+        raise altered
+    digest = document.pop("manifest_digest", None)
+    try:
+        if digest != _digest(document["hash"], canonical(document)):
+            raise altered
+        return _decode(document)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise altered from None
+
+
+def _decode(document: dict[str, Any]) -> Manifest:
+    banks = [FileRecord(**b) for b in document.pop("banks")]
+    findings = tuple(Finding(**f) for f in document.pop("findings"))
+    layers = {
+        int(layer): LayerRecord(
+            layer=int(layer),
+            banks=tuple(b for b in banks if b.path.endswith(f"/layer-{int(layer):05d}.safetensors")),
+            sources=tuple(SourceRecord(**s) for s in entry["sources"]),
+            findings=tuple(f for f in findings if f.layer == int(layer)),
+        )
+        for layer, entry in document.pop("layers").items()
+    }
+    passthrough = tuple(FileRecord(**p) for p in document.pop("passthrough"))
+    for record in (*banks, *passthrough):
+        check_relative(record.path)
+    return Manifest(
+        tp_sizes=tuple(document.pop("tp_sizes")),
+        layers=dict(sorted(layers.items())),
+        passthrough=passthrough,
+        dropped=tuple(document.pop("dropped")),
+        findings=findings,
+        identity=document,
+    )
+
+
+def check_relative(path: object) -> str:
+    """`path` if it is a plain relative path inside the folder. Raises ValueError otherwise."""
+    if (
+        not isinstance(path, str)
+        or path.startswith("/")
+        or "\0" in path
+        or any(p in ("", ".", "..") for p in path.split("/"))
+    ):
+        raise ValueError(f"{path!r} is no plain relative path")
+    return path
+
+
+def other_plan(file: str, field: tuple[str, str, str]) -> OutputError:
+    """The refusal of a folder that another plan began."""
+    return OutputError(
+        Problem(
+            f"belongs to another plan: {field[0]} differs",
+            file=file,
+            expected=field[1],
+            actual=field[2],
+            hint="use another --out, or --overwrite to start over",
+        )
+    )

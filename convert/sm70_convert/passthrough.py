@@ -1,0 +1,151 @@
+"""What passes through: shards whole or without their experts, the other files, config.json, the index and the sentinel."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from sm70_convert.bank import (
+    CHUNK,
+    FORMAT_VERSION,
+    HASHES,
+    AtomicFile,
+    BankWriter,
+    FileRecord,
+    make_folder,
+    measure,
+    sync_folder,
+    write_small,
+    writing,
+)
+from sm70_convert.checkpoint import CONFIG, INDEX, open_regular
+from sm70_convert.errors import OutputError, Problem
+from sm70_convert.manifest import MANIFEST
+from sm70_convert.plan import PassthroughShard, Plan
+from sm70_convert.safetensors_header import build_header
+from sm70_convert.strict_json import pretty
+
+SENTINEL = "sm70-sentinel.safetensors"
+# A loader without the plugin stops on this unknown parameter, whose name says what to do.
+SENTINEL_TENSOR = "sm70_prepared_checkpoint.load_with_load_format_sm70_prepared"
+MODES = ("copy", "hardlink", "symlink")
+
+
+def output_names(plan: Plan) -> list[str]:
+    """Every path in DIR that write_passthrough() writes."""
+    return sorted({CONFIG, INDEX, SENTINEL, *(s.name for s in plan.passthrough), *plan.checkpoint.extras})
+
+
+def passthrough_bytes(plan: Plan, mode: str) -> int:
+    """Bytes that write_passthrough() will put on the disk, headers aside."""
+    total = sum((plan.checkpoint.folder / name).stat().st_size for name in plan.checkpoint.extras)
+    for shard in plan.passthrough:
+        if shard.whole:
+            total += plan.checkpoint.shards[shard.name].size if mode == "copy" else 0
+        else:
+            total += sum(plan.checkpoint.refs[t].nbytes for t in shard.tensors)
+    return total
+
+
+def write_passthrough(plan: Plan, root: Path, mode: str, on_bytes: Callable[[int], object]) -> Iterator[FileRecord]:
+    """Writes everything of DIR besides banks and manifest, file by file. mode: copy, hardlink or symlink."""
+    new = HASHES[plan.options.hash]
+    for shard in plan.passthrough:
+        if shard.whole and mode != "copy":
+            _link(plan, root, shard.name, mode)
+            yield measure(root / shard.name, shard.name, new, then=on_bytes)
+        elif shard.whole:
+            _copy(plan.checkpoint.folder / shard.name, root, shard.name, on_bytes)
+            yield measure(root / shard.name, shard.name, new)
+        else:
+            yield _rewrite(plan, root, shard, on_bytes)
+    for name in plan.checkpoint.extras:
+        _copy(plan.checkpoint.folder / name, root, name, on_bytes)
+        yield measure(root / name, name, new)
+    sentinel = build_header([(SENTINEL_TENSOR, "U8", (1,))], {"format": "pt"})
+    writer = BankWriter(root, SENTINEL, sentinel, new)
+    writer.append(SENTINEL_TENSOR, b"\0")
+    yield writer.commit()
+    yield write_small(root, INDEX, index_bytes(plan), new)
+    yield write_small(root, CONFIG, config_bytes(plan), new)
+
+
+def index_bytes(plan: Plan) -> bytes:
+    """The index of what passes through, and of the sentinel."""
+    weight_map = {tensor: shard.name for shard in plan.passthrough for tensor in shard.tensors}
+    total = sum(plan.checkpoint.refs[t].nbytes for t in weight_map) + 1
+    weight_map[SENTINEL_TENSOR] = SENTINEL
+    return pretty({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, sort_keys=False)
+
+
+def config_bytes(plan: Plan) -> bytes:
+    """config.json as the source's, with the marker in its quantization_config (made from an older exporter's file if need be)."""
+    config = json.loads(plan.checkpoint.raw_config)
+    text = config.get("text_config")
+    holder = (
+        text
+        if isinstance(text, dict) and text.get("quantization_config") and not config.get("quantization_config")
+        else config
+    )
+    marker = {"format_version": FORMAT_VERSION, "manifest": MANIFEST}
+    holder["quantization_config"] = {**plan.checkpoint.quantization, "sm70_prepared": marker}
+    return pretty(config, sort_keys=False)
+
+
+def _rewrite(plan: Plan, root: Path, shard: PassthroughShard, on_bytes: Callable[[int], object]) -> FileRecord:
+    """A shard with only what passes through, in the source's order."""
+    refs = [plan.checkpoint.refs[t] for t in shard.tensors]
+    header = build_header([(r.name, r.dtype, r.shape) for r in refs], {"format": "pt"})
+    writer = BankWriter(root, shard.name, header, HASHES[plan.options.hash])
+    buffer = memoryview(bytearray(CHUNK))
+    try:
+        source = plan.checkpoint.shards[shard.name]
+        for ref in refs:
+            for start in range(0, ref.nbytes, CHUNK):
+                piece = buffer[: min(CHUNK, ref.nbytes - start)]
+                source.read_into(ref.offset + start, piece)
+                writer.append(ref.name, piece)
+                on_bytes(len(piece))
+        return writer.commit()
+    except BaseException:
+        writer.discard()
+        raise
+
+
+def _copy(source: Path, root: Path, name: str, on_bytes: Callable[[int], object]) -> None:
+    """Copies the file behind `source`, as bytes."""
+    with os.fdopen(open_regular(source, name), "rb", buffering=0) as file:
+        target = AtomicFile(root, name)
+        try:
+            offset = 0
+            while piece := file.read(CHUNK):
+                target.write_at(offset, piece)
+                offset += len(piece)
+                on_bytes(len(piece))
+            target.commit()
+        except BaseException:
+            target.discard()
+            raise
+
+
+def _link(plan: Plan, root: Path, name: str, mode: str) -> None:
+    """Links a whole shard. A hard link is to the file behind a symlink, so it must lie on the same file system."""
+    source = Path(os.path.realpath(plan.checkpoint.folder / name))
+    make_folder(root)
+    final, temporary = root / name, root / f".{name}.sm70-tmp"
+    temporary.unlink(missing_ok=True)
+    # Renaming one hard link over another to the same file does nothing, so an earlier one goes first.
+    final.unlink(missing_ok=True)
+    try:
+        if mode == "hardlink":
+            os.link(source, temporary)
+        else:
+            temporary.symlink_to(source)
+    except OSError as exc:
+        hint = "use --passthrough copy (or symlink)" if mode == "hardlink" else "use --passthrough copy"
+        raise OutputError(Problem(f"cannot be made as a {mode}: {exc.strerror}", file=name, hint=hint)) from exc
+    with writing(name):
+        temporary.rename(final)
+        sync_folder(root)

@@ -1,0 +1,349 @@
+"""build_plan(): everything about a conversion decided from headers alone, with every problem found at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sm70_convert import names
+from sm70_convert.checkpoint import CONFIG, INDEX, Checkpoint
+from sm70_convert.errors import CheckpointError, Problem, Problems, Sm70Error, UnsupportedError, UsageError
+from sm70_convert.expert_tensors import FLOATS, FoundExperts, LayerPlan, LayerPlanner, experts_by_layer
+from sm70_convert.formats import SourceFormat, is_excluded, source_format
+from sm70_convert.layout import (
+    AWQ,
+    LAYOUTS,
+    NVFP4,
+    Layout,
+    MoeShape,
+    QuantizationSpec,
+    asked_layout,
+    bank_tensors,
+    runtime_takes,
+)
+from sm70_convert.tensor_parallel import legal_sizes, why_not
+
+_METHODS = {"awq": AWQ, "modelopt": NVFP4, "modelopt_fp4": NVFP4, "modelopt_mixed": NVFP4, "nvfp4": NVFP4}
+MAX_EXTRAS = 10_000
+_OURS = ("sm70", "SHA256SUMS", "sm70-sentinel.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a user chose. tp_sizes may be empty for `plan`, which shows all sizes."""
+
+    tp_sizes: tuple[int, ...] = ()
+    runtime: str = "revolta"
+    layout: str = "auto"
+    interleave: str = "auto"
+    layers: tuple[int, ...] | None = None
+    hash: str = "blake3"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something legal but telling, counted over one layer (None: the whole checkpoint)."""
+
+    message: str
+    example: str
+    count: int
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PassthroughShard:
+    """A source shard of which something passes through. whole: byte for byte; else rewritten with `tensors` alone."""
+
+    name: str
+    whole: bool
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion, decided. `layers` are all MoE layers; `selected` those that this run prepares."""
+
+    checkpoint: Checkpoint = field(repr=False)
+    options: Options
+    format: SourceFormat = field(repr=False)
+    quantization: QuantizationSpec
+    moe: MoeShape
+    layout: Layout
+    tp_sizes: tuple[int, ...]
+    layers: tuple[LayerPlan, ...] = field(repr=False)
+    selected: tuple[int, ...]
+    passthrough: tuple[PassthroughShard, ...] = field(repr=False)
+    findings: tuple[Finding, ...]
+    warnings: tuple[str, ...]
+
+    def bank_bytes(self, tp_size: int) -> int:
+        """Bytes of one layer's bank of one rank."""
+        return self.moe.experts * sum(t.nbytes for t in bank_tensors(self.layout, self.moe, tp_size))
+
+
+def build_plan(checkpoint: Checkpoint, options: Options) -> Plan:
+    """Decides a conversion from headers. Raises one error with every problem found; reads no tensor."""
+    problems = Problems()
+    found = experts_by_layer(checkpoint, _size(checkpoint, "num_hidden_layers"), problems)
+    spec = _quantization(checkpoint, found, problems)
+    moe = _moe_shape(checkpoint, problems)
+    if spec is None or moe is None:
+        problems.raise_if_any()
+        raise AssertionError("unreachable")
+    source = source_format(spec.format)
+    _check_layers_present(checkpoint, found, moe, problems)
+    findings = list(_checkpoint_findings(checkpoint))
+    layers: list[LayerPlan] = []
+    for layer in sorted(found):
+        if found[layer].unsupported:
+            continue
+        if _is_plain(checkpoint, found[layer], source, problems):
+            findings.append(Finding("layer is not quantised and passes through", found[layer].module, 1, layer))
+            continue
+        planned = LayerPlanner(found[layer], source, spec, moe, problems).plan()
+        if planned:
+            layers.append(planned)
+    moe = MoeShape(tuple(p.layer for p in layers), moe.experts, moe.hidden, moe.intermediate, moe.top_k)
+    if not layers and not problems:
+        problems.add(UnsupportedError, Problem("no quantised MoE experts in it", file=str(checkpoint.folder)))
+    layout, warnings = _layout(options, spec, moe, problems)
+    for tp_size in options.tp_sizes:
+        if reason := why_not(spec, moe, tp_size, layout):
+            legal = ", ".join(map(str, legal_sizes(spec, moe, layout))) or "none"
+            first = layers[0].sources[0].name(0) if layers else None
+            problems.add(
+                UnsupportedError,
+                Problem(
+                    f"TP size {tp_size} is not possible: {reason}",
+                    tensor=first,
+                    hint=f"TP sizes that work for this checkpoint: {legal}",
+                ),
+            )
+    unknown = sorted(set(options.layers or ()) - set(moe.layers))
+    if unknown and layers:
+        problems.add(
+            UsageError,
+            Problem(
+                f"--layers names {names.format_ranges(unknown)}, but the MoE layers are {names.format_ranges(moe.layers)}"
+            ),
+        )
+    _check_extras(checkpoint, problems)
+    problems.raise_if_any()
+    return Plan(
+        checkpoint=checkpoint,
+        options=options,
+        format=source,
+        quantization=spec,
+        moe=moe,
+        layout=layout,
+        tp_sizes=options.tp_sizes,
+        layers=tuple(layers),
+        selected=options.layers if options.layers is not None else moe.layers,
+        passthrough=tuple(_passthrough(checkpoint, layers)),
+        findings=tuple(findings),
+        warnings=tuple(warnings),
+    )
+
+
+def _text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    nested = checkpoint.config.get("text_config")
+    return nested if isinstance(nested, dict) else {}
+
+
+def _size(checkpoint: Checkpoint, *keys: str) -> int | None:
+    """The first of `keys` that config.json (or its text_config) has as a positive whole number."""
+    for holder in (_text_config(checkpoint), checkpoint.config):
+        for key in keys:
+            value = holder.get(key)
+            if type(value) is int and 0 < value < 1 << 31:
+                return value
+    return None
+
+
+def _moe_shape(checkpoint: Checkpoint, problems: Problems) -> MoeShape | None:
+    experts = _size(checkpoint, "num_experts", "num_local_experts", "n_routed_experts")
+    hidden = _size(checkpoint, "hidden_size")
+    intermediate = _size(checkpoint, "moe_intermediate_size") or _size(checkpoint, "intermediate_size")
+    top_k = _size(checkpoint, "num_experts_per_tok", "moe_topk", "num_experts_per_token")
+    depth = _size(checkpoint, "num_hidden_layers")
+    for what, value in (("num_experts", experts), ("hidden_size", hidden), ("moe_intermediate_size", intermediate),
+                        ("num_experts_per_tok", top_k), ("num_hidden_layers", depth)):  # fmt: skip
+        if value is None:
+            kind = UnsupportedError if what == "num_experts" else CheckpointError
+            problems.add(
+                kind,
+                Problem(
+                    f"{what} is missing or no positive whole number",
+                    file=CONFIG,
+                    hint="only MoE checkpoints with a complete config.json can be prepared",
+                ),
+            )
+    if experts is None or hidden is None or intermediate is None or top_k is None or depth is None:
+        return None
+    return MoeShape((), experts, hidden, intermediate, top_k)
+
+
+def _quantization(
+    checkpoint: Checkpoint, found: Mapping[int, FoundExperts], problems: Problems
+) -> QuantizationSpec | None:
+    config = checkpoint.quantization
+    method = str(config.get("quant_method", "")).lower()
+    if not config:
+        problems.add(
+            UnsupportedError,
+            Problem("has no quantization_config", file=CONFIG, hint="only AWQ and NVFP4 checkpoints can be prepared"),
+        )
+        return None
+    if method not in _METHODS:
+        problems.add(
+            UnsupportedError,
+            Problem(
+                f"quant_method {method!r} is not supported",
+                file=CONFIG,
+                hint="only awq and modelopt (NVFP4) can be prepared",
+            ),
+        )
+        return None
+    try:
+        return source_format(_METHODS[method]).spec(config, tuple(e.module for e in found.values()))
+    except Sm70Error as exc:
+        for problem in exc.problems:
+            problems.add(type(exc), problem)
+        return None
+
+
+def _check_layers_present(
+    checkpoint: Checkpoint, found: Mapping[int, FoundExperts], moe: MoeShape, problems: Problems
+) -> None:
+    """A decoder layer without any tensor, or with a router and no experts, is a hole in the checkpoint."""
+    depth = _size(checkpoint, "num_hidden_layers") or 0
+    present: set[int] = set()
+    for name, ref in checkpoint.refs.items():
+        layer = names.layer_of(name)
+        if layer is not None:
+            present.add(layer)
+        router = names.router_layer(name)
+        if router is not None and router < depth and router not in found:
+            problems.add(
+                CheckpointError,
+                Problem(f"layer {router} has a router but none of its {moe.experts} experts", name, ref.file),
+            )
+    holes = sorted(set(range(depth)) - present)
+    if holes:
+        where = INDEX if checkpoint.raw_index is not None else None
+        problems.add(
+            CheckpointError,
+            Problem(f"no tensor at all of decoder layers {names.format_ranges(holes)}", file=where),
+        )
+
+
+def _is_plain(checkpoint: Checkpoint, experts: FoundExperts, source: SourceFormat, problems: Problems) -> bool:
+    """Whether this layer's experts are all unquantised and the config says so too; they pass through then."""
+    quantised = any(part != "weight" for _, part in experts.parts) or any(
+        ref.dtype not in FLOATS for at in experts.parts.values() for ref, _ in at.values()
+    )
+    excluded = is_excluded(checkpoint.quantization, experts.module)
+    if not experts.parts or quantised == (not excluded):
+        return excluded and not quantised
+    ref = next(ref for at in experts.parts.values() for ref, _ in at.values())
+    if excluded:
+        what = "is quantised, but the exclude list of quantization_config says that its layer is not"
+    else:
+        what = (
+            f"is not quantised ({ref.dtype}), but quantization_config says {source.name} and does not exclude its layer"
+        )
+    problems.add(CheckpointError, Problem(what, ref.name, ref.file))
+    return True
+
+
+def _layout(options: Options, spec: QuantizationSpec, moe: MoeShape, problems: Problems) -> tuple[Layout, list[str]]:
+    """The one layout of the folder, and warnings where the runtime would not take it."""
+    tp_sizes = options.tp_sizes or (1,)
+    asked = {tp_size: asked_layout(options.runtime, spec, moe, tp_size) for tp_size in tp_sizes}
+    if options.layout != "auto" and options.layout not in LAYOUTS[spec.format]:
+        problems.add(
+            UsageError,
+            Problem(
+                f"--layout {options.layout} is not for {spec.format} experts",
+                hint=f"use one of: {', '.join(LAYOUTS[spec.format])}",
+            ),
+        )
+    chosen = {
+        tp_size: Layout(
+            a.name if options.layout == "auto" else options.layout,
+            a.interleave_gate_up if options.interleave == "auto" else options.interleave == "on",
+            a.group_size,
+        )
+        for tp_size, a in asked.items()
+    }
+    layout = chosen[tp_sizes[0]]
+    if len(set(chosen.values())) > 1:
+        forms = "; ".join(
+            f"TP {t}: {c.name}, interleave {'on' if c.interleave_gate_up else 'off'}" for t, c in chosen.items()
+        )
+        problems.add(
+            UsageError,
+            Problem(
+                f"these TP sizes want different layouts, and a folder holds one ({forms})",
+                hint="use one --out for each, or choose with --layout and --interleave",
+            ),
+        )
+    warnings = []
+    for tp_size in options.tp_sizes:
+        if reason := runtime_takes(options.runtime, spec, moe, tp_size):
+            warnings.append(reason)
+        if chosen[tp_size] != asked[tp_size]:
+            a = asked[tp_size]
+            state = "on" if a.interleave_gate_up else "off"
+            warnings.append(
+                f"by default {options.runtime} asks for {a.name}, interleave {state}, at TP {tp_size}: set its flags to match"
+            )
+    return layout, list(dict.fromkeys(warnings))
+
+
+def _checkpoint_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
+    if checkpoint.stale:
+        example = checkpoint.stale[0]
+        yield Finding(
+            "tensors in shards that the index does not give them to; ignored",
+            f"{example.name} ({example.file})",
+            len(checkpoint.stale),
+        )
+    if checkpoint.unindexed:
+        yield Finding("files that the index does not name; ignored", checkpoint.unindexed[0], len(checkpoint.unindexed))
+
+
+def _check_extras(checkpoint: Checkpoint, problems: Problems) -> None:
+    if len(checkpoint.extras) > MAX_EXTRAS:
+        problems.add(CheckpointError, Problem(f"holds more than {MAX_EXTRAS} other files", file=str(checkpoint.folder)))
+    for name in checkpoint.extras:
+        if name.split("/")[0] in _OURS:
+            problems.add(
+                CheckpointError,
+                Problem(
+                    "has a name that prepared folders use for themselves",
+                    file=name,
+                    hint="convert from the source checkpoint, without that file",
+                ),
+            )
+
+
+def banked_names(layers: Sequence[LayerPlan]) -> set[str]:
+    """Every source tensor that goes into a bank."""
+    return {s.name(e) for layer in layers for s in layer.sources for e in range(len(s.offsets))}
+
+
+def dropped_names(layers: Sequence[LayerPlan]) -> set[str]:
+    """Every source tensor that neither banks nor the passthrough keep."""
+    return {d.template.replace("{expert}", str(e)) for layer in layers for d in layer.dropped for e in d.experts}
+
+
+def _passthrough(checkpoint: Checkpoint, layers: Sequence[LayerPlan]) -> Iterator[PassthroughShard]:
+    """What is left of each shard. A shard is handed on whole only if the index gives it every tensor it holds."""
+    gone = banked_names(layers) | dropped_names(layers)
+    for name, shard in sorted(checkpoint.shards.items()):
+        listed = [t for t in shard.tensors if t in checkpoint.refs and checkpoint.refs[t].file == name]
+        kept = tuple(t for t in listed if t not in gone)
+        if kept:
+            yield PassthroughShard(name, len(kept) == len(shard.tensors), kept)

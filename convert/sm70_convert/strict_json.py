@@ -1,0 +1,43 @@
+"""JSON from strangers: size limits, no duplicate keys, no surprises; and the one canonical form that this tool writes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sm70_convert.errors import CheckpointError, Problem, Sm70Error
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"duplicate key {key!r}")
+            seen.add(key)
+    return result
+
+
+def load_object(data: bytes, file: str, *, error: type[Sm70Error] = CheckpointError) -> dict[str, Any]:
+    """`data` as one JSON object. Raises `error`, naming `file`, for anything else."""
+    try:
+        value = json.loads(data, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as exc:
+        reason = "nested too deeply" if isinstance(exc, RecursionError) else str(exc)
+        raise error(Problem(f"not valid JSON: {reason}", file=file)) from None
+    if not isinstance(value, dict):
+        raise error(Problem("not a JSON object", file=file, expected="an object", actual=type(value).__name__))
+    return value
+
+
+def canonical(value: Any) -> bytes:
+    """The one form of `value`: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def pretty(value: Any, *, sort_keys: bool = True) -> bytes:
+    """The same for people: one key a line, a newline at the end."""
+    return (json.dumps(value, sort_keys=sort_keys, indent=2, ensure_ascii=False) + "\n").encode(
+        "utf-8", "surrogatepass"
+    )

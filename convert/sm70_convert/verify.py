@@ -1,0 +1,319 @@
+"""verify: a sealed folder against its manifest, and against the checkpoint by the independent reference."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sm70_convert import names
+from sm70_convert.bank import HASHES, FileRecord, bank_spec, measure
+from sm70_convert.checkpoint import Checkpoint
+from sm70_convert.errors import IntegrityError, Problem, Sm70Error
+from sm70_convert.expert_tensors import LayerPlan
+from sm70_convert.experts import ExpertReader
+from sm70_convert.layout import Layout, MoeShape
+from sm70_convert.manifest import MANIFEST, SUMS, Manifest, difference, plan_identity, read_manifest
+from sm70_convert.plan import Options, Plan, build_plan
+from sm70_convert.safetensors_header import Header
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_PROBLEMS = 100
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was compared and what was wrong. kind: quick, digests or source."""
+
+    kind: str
+    files: int
+    tensors: int
+    experts: int
+    bytes: int
+    problems: tuple[Problem, ...]
+
+    def raise_if_any(self) -> None:
+        """Raises IntegrityError with every problem."""
+        if self.problems:
+            raise IntegrityError(*self.problems[:MAX_PROBLEMS], total=len(self.problems))
+
+
+def verify_folder(
+    folder: Path,
+    *,
+    quick: bool = False,
+    rank: int | None = None,
+    jobs: int = 1,
+    progress: Progress = lambda _: None,
+) -> Verification:
+    """Checks the files of a sealed folder: the set, sizes and (unless quick) headers and every digest.
+
+    rank: only this rank's banks, and what passes through. Raises IntegrityError if the manifest itself is bad.
+    """
+    manifest = read_manifest(folder)
+    wanted = {
+        p: r for p, r in manifest.files.items() if rank is None or not p.startswith("sm70/") or f"/rank{rank}/" in p
+    }
+    problems: list[Problem] = []
+    sizes = 0
+    whole: list[FileRecord] = []
+    for _, record in sorted(wanted.items()):
+        if (problem := _wrong_size(folder, record)) is not None:
+            problems.append(problem)
+        else:
+            whole.append(record)
+            sizes += record.bytes
+    problems += [Problem("is not named by the manifest", file=extra) for extra in _extra_files(folder, manifest)]
+    problems += _missing_banks(manifest)
+    if quick:
+        return Verification("quick", len(wanted), 0, 0, sizes, tuple(problems))
+    headers = expected_headers(manifest)
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        for found in pool.map(
+            lambda r: list(_wrong_bytes(folder, r, manifest.hash, headers.get(r.path), progress)), whole
+        ):
+            problems += found
+    return Verification("digests", len(wanted), sum(len(r.tensors) for r in wanted.values()), 0, sizes, tuple(problems))
+
+
+def manifest_moe(manifest: Manifest) -> tuple[MoeShape, Layout, int]:
+    """The shape, layout and checkpoint group size that a manifest states."""
+    moe, layout = dict(manifest.identity["moe"]), manifest.identity["layout"]
+    moe["layers"] = names.parse_ranges(moe["layers"])
+    return (
+        MoeShape(**moe),
+        Layout(layout["name"], layout["interleave_gate_up"], layout["group_size"]),
+        manifest.identity["quantization"]["checkpoint_group_size"],
+    )
+
+
+def expected_headers(manifest: Manifest) -> dict[str, Header]:
+    """The header that each bank must have, rebuilt from the manifest's shape and layout."""
+    moe, layout, group = manifest_moe(manifest)
+    return {
+        spec.path: spec.header
+        for tp_size in manifest.tp_sizes
+        for rank in range(tp_size)
+        for layer in moe.layers
+        for spec in (bank_spec(layout, moe, group, layer, rank, tp_size),)
+    }
+
+
+def _wrong_size(folder: Path, record: FileRecord) -> Problem | None:
+    path = folder / record.path
+    try:
+        # A passed-through shard may be a symlink (--passthrough symlink); a bank never is.
+        info = path.lstat() if record.path.startswith("sm70/") else path.stat()
+    except OSError as exc:
+        return Problem(
+            f"is missing or cannot be read: {exc.strerror}",
+            file=record.path,
+            hint="convert again to restore it",
+        )
+    if info.st_size != record.bytes or not path.is_file() or (record.path.startswith("sm70/") and path.is_symlink()):
+        hint = "convert again to restore it"
+        return Problem(
+            "has the wrong size",
+            file=record.path,
+            expected=f"{record.bytes} bytes",
+            actual=str(info.st_size),
+            hint=hint,
+        )
+    return None
+
+
+def _wrong_bytes(
+    folder: Path, record: FileRecord, hash_name: str, header: Header | None, progress: Progress
+) -> Iterator[Problem]:
+    hint = "restore the file from a good copy, or convert again"
+    try:
+        found = measure(folder / record.path, record.path, HASHES[hash_name], then=progress)
+        if header is not None:
+            with open(folder / record.path, "rb") as file:
+                if file.read(len(header.raw)) != header.raw:
+                    yield Problem("header is not what the manifest says of it", file=record.path, hint=hint)
+    except Sm70Error as exc:
+        yield from (replace(p, hint=p.hint or hint) for p in exc.problems)
+        return
+    wrong = [t for t, digest in record.tensors.items() if found.tensors.get(t) != digest]
+    for tensor in wrong:
+        yield Problem(
+            "has other bytes than the manifest says",
+            tensor,
+            record.path,
+            expected=record.tensors[tensor],
+            actual=str(found.tensors.get(tensor)),
+            hint=hint,
+        )
+    if not wrong and found.digest != record.digest:
+        what = (
+            "header has other bytes than the manifest says"
+            if record.tensors
+            else "has other bytes than the manifest says"
+        )
+        yield Problem(what, file=record.path, expected=record.digest, actual=found.digest, hint=hint)
+
+
+def _missing_banks(manifest: Manifest) -> Iterator[Problem]:
+    for path in sorted(set(expected_headers(manifest)) - set(manifest.banks)):
+        yield Problem(f"does not name {path}, which its layers and TP sizes call for", file=MANIFEST)
+
+
+def _extra_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Files that no record names. Hidden ones at the top (.gitattributes, .cache) do no harm and do not count."""
+    known = {*manifest.files, MANIFEST, SUMS}
+    for root, folders, files in os.walk(folder):
+        relative = Path(root).relative_to(folder)
+        if relative == Path():
+            folders[:] = [f for f in folders if not f.startswith(".")]
+        folders.sort()
+        for name in sorted(files):
+            path = (relative / name).as_posix()
+            if path not in known and not (relative == Path() and name.startswith(".")):
+                yield path
+
+
+def source_plan(manifest: Manifest, checkpoint: Checkpoint) -> Plan:
+    """The plan that made a folder, rebuilt on a checkpoint. Raises IntegrityError if that is another checkpoint."""
+    _, layout, _ = manifest_moe(manifest)
+    options = Options(
+        tp_sizes=manifest.tp_sizes,
+        layout=layout.name,
+        interleave="on" if layout.interleave_gate_up else "off",
+        hash=manifest.hash,
+    )
+    plan = build_plan(checkpoint, options)
+    # The same bytes may have come from the hub or a folder, and by another version of this tool.
+    ours = {k: v for k, v in plan_identity(plan).items() if k not in ("source", "tool_version")}
+    theirs = {k: v for k, v in manifest.identity.items() if k not in ("source", "tool_version")}
+    if field := difference(theirs, ours):
+        raise IntegrityError(
+            Problem(
+                f"was made from another checkpoint: {field[0]} differs",
+                file=MANIFEST,
+                expected=field[1],
+                actual=field[2],
+                hint="give the checkpoint that this folder was made from",
+            )
+        )
+    return plan
+
+
+def verify_source(
+    folder: Path,
+    checkpoint: Checkpoint,
+    *,
+    sample: int | None = None,
+    rank: int | None = None,
+    progress: Progress = lambda _: None,
+) -> Verification:
+    """Prepares experts again with the independent reference and compares every bit; compares what passes through too.
+
+    sample: this many experts a layer (always the same ones for a layer), else all.
+    """
+    manifest = read_manifest(folder)
+    plan = source_plan(manifest, checkpoint)
+    problems = list(_wrong_passthrough(folder, plan, progress))
+    experts = tensors = 0
+    for layer in plan.layers:
+        prepared, compared, found = _verify_layer(folder, plan, layer, sample, rank, progress)
+        problems += found
+        experts += prepared
+        tensors += compared
+    return Verification(
+        "source",
+        len(manifest.files),
+        tensors,
+        experts,
+        sum(r.bytes for r in manifest.files.values()),
+        tuple(problems),
+    )
+
+
+def _verify_layer(
+    folder: Path, plan: Plan, layer: LayerPlan, sample: int | None, rank: int | None, progress: Progress
+) -> tuple[int, int, list[Problem]]:
+    """Experts and tensors compared in one layer, and what differs. The banks' headers must have been verified."""
+    from sm70_kernels.reference import prepare_rank
+
+    reader = ExpertReader(plan, layer)
+    chosen: Sequence[int] = range(plan.moe.experts)
+    if sample is not None and sample < plan.moe.experts:
+        chosen = sorted(random.Random(layer.layer).sample(chosen, sample))  # noqa: S311 - which experts, not a secret
+    problems: list[Problem] = []
+    compared = 0
+    banks = [
+        bank_spec(plan.layout, plan.moe, plan.quantization.group_size, layer.layer, r, tp_size)
+        for tp_size in plan.tp_sizes
+        for r in range(tp_size)
+        if rank is None or r == rank
+    ]
+    with ExitStack() as opened:
+        files = [opened.enter_context(open(folder / bank.path, "rb", buffering=0)) for bank in banks]
+        for expert in chosen:
+            projections = reader.read(expert)
+            for bank, file in zip(banks, files, strict=True):
+                wanted = prepare_rank(
+                    *(projections[p] for p in names.PROJECTIONS),
+                    layout=plan.layout.name,
+                    interleave=plan.layout.interleave_gate_up,
+                    rank=bank.rank,
+                    tp_size=bank.tp_size,
+                )
+                found = _bank_expert(file.fileno(), bank.header, expert, plan.moe.experts)
+                for tensor, value in wanted.items():
+                    compared += 1
+                    if found.get(tensor) != _bytes(value):
+                        message = f"expert {expert} is not what its source makes"
+                        problems.append(
+                            Problem(message, tensor, bank.path, layer.layer, bank.rank, hint="convert again")
+                        )
+            progress(sum(s.nbytes for s in layer.sources))
+    return len(chosen), compared, problems
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    import torch
+
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _bank_expert(fd: int, header: Header, expert: int, experts: int) -> dict[str, bytes]:
+    """The bytes of one expert in every tensor of a bank whose header has been verified."""
+    size = {name: e.nbytes // experts for name, e in header.tensors.items()}
+    return {name: os.pread(fd, size[name], e.offset + expert * size[name]) for name, e in header.tensors.items()}
+
+
+def _wrong_passthrough(folder: Path, plan: Plan, progress: Progress) -> Iterator[Problem]:
+    """Tensors of the passthrough that are not byte for byte the source's."""
+    for shard in plan.passthrough:
+        try:
+            found = measure(folder / shard.name, shard.name, HASHES[plan.options.hash], then=progress).tensors
+        except IntegrityError as exc:
+            yield from exc.problems
+            continue
+        wanted = _tensor_digests(plan, shard.tensors)
+        for tensor in sorted(set(found) | set(wanted)):
+            if found.get(tensor) != wanted.get(tensor):
+                yield Problem("is not the source's tensor", tensor, shard.name, hint="convert again")
+
+
+def _tensor_digests(plan: Plan, tensors: tuple[str, ...]) -> dict[str, str]:
+    buffer = memoryview(bytearray(4 << 20))
+    digests = {}
+    for name in tensors:
+        ref, digest = plan.checkpoint.refs[name], HASHES[plan.options.hash]()
+        for start in range(0, ref.nbytes, len(buffer)):
+            piece = buffer[: min(len(buffer), ref.nbytes - start)]
+            plan.checkpoint.shards[ref.file].read_into(ref.offset + start, piece)
+            digest.update(piece)
+        digests[name] = digest.hexdigest()
+    return digests

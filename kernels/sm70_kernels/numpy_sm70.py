@@ -1,0 +1,410 @@
+"""The numpy path: one expert's gate, up and down to SM70 bank tensors, with nothing to build.
+
+w13 (gate and up) and w2 (down) take three steps, in pieces that stay in cache:
+
+1. words: source weights become 32-bit words of eight k of one column, in target order (nibble i holds
+   k = 8*(k//8) + (0,2,4,6,1,3,5,7)[i]). AWQ: an 8x8 nibble transpose; NVFP4: a shuffle inside each word.
+2. place: for each TP size, the words go to index `((n//32)*(K//8) + k//8)*32 + n%32` of their rank's tensor.
+3. scales: made once for the uncut projections, in bank order `[group][n]`, then cut for each rank.
+
+Floating point occurs in tables only, by code or bits; the bulk is integer moves. Little-endian only.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sm70_kernels.spec import Projection, RawScaleError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+    Array = NDArray[Any]
+    Outs = Sequence[Mapping[str, NDArray[Any]]]
+
+_BLOCK_BYTES = 256 * 1024  # of target words at a time: with its source and temporaries, one core's share of cache
+_FP16_NAN = 0x7FFF
+_LAYOUTS = ("awq-half2", "awq-compact", "awq-int4zero", "nvfp4-fp16", "nvfp4-raw")
+
+
+def _bits(values: Array) -> NDArray[np.uint16]:
+    """fp16 bits of values rounded once, with the NaN a GPU makes."""
+    bits: NDArray[np.uint16] = values.astype(np.float16).view(np.uint16)
+    bits[np.isnan(values)] = _FP16_NAN
+    return bits
+
+
+@lru_cache(maxsize=1)
+def _bf16_table() -> NDArray[np.uint16]:
+    with np.errstate(all="ignore"):
+        return _bits((np.arange(0x10000, dtype=np.uint32) << 16).view(np.float32))
+
+
+def bf16_to_fp16(bits: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """bf16 bits to fp16 bits, rounded to nearest even; overflow gives inf and NaN gives 0x7fff."""
+    return np.take(_bf16_table(), bits)
+
+
+@lru_cache(maxsize=1)
+def _half2_table() -> NDArray[np.uint32]:
+    """uint32 [16 * 65536], by `zero << 16 | scale bits`: fp16 of (-zero) * scale << 16 | scale bits.
+
+    The fp32 product of a 4-bit integer and an fp16 is exact, so it is rounded once; a zero of 0 counts as -0.0.
+    """
+    table = np.empty((16, 0x10000), np.uint32)
+    bits = np.arange(0x10000, dtype=np.uint32)
+    with np.errstate(all="ignore"):
+        scale = bits.astype(np.uint16).view(np.float16).astype(np.float32)
+        for zero, row in enumerate(table):
+            np.left_shift(_bits(np.float32(-float(zero)) * scale), 16, out=row, dtype=np.uint32)
+            np.bitwise_or(row, bits, out=row)
+    return table.reshape(-1)
+
+
+@lru_cache(maxsize=1)
+def _e4m3_values() -> NDArray[np.float32]:
+    """fp32 [256], the value of each e4m3 code; 0x7f and 0xff are NaN."""
+    code = np.arange(256, dtype=np.uint16)
+    # An fp16 with the same exponent and mantissa fields is the value over 2^8, subnormals included.
+    half = ((code & 0x80) << 8 | (code & 0x7F) << 7).view(np.float16)
+    values: NDArray[np.float32] = half.astype(np.float32) * np.float32(256)
+    values[[0x7F, 0xFF]] = np.nan
+    return values
+
+
+def e4m3_rne(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """e4m3 codes of fp32 values, to nearest even; what is larger than 448 becomes 448, NaN stays NaN."""
+    positive = _e4m3_values()[:0x7F]
+    middles = (positive[:-1] + positive[1:]) / 2  # exact in fp32
+    below, upto = (np.searchsorted(middles, np.abs(values), side) for side in ("left", "right"))
+    code = below + (below & (upto - below))  # on a middle the two differ by one: take the even code
+    code[np.isnan(values)] = 0x7F
+    codes: NDArray[np.uint8] = (code | np.signbit(values) * 0x80).astype(np.uint8)
+    return codes
+
+
+def nvfp4_scale_table(global_scale: np.float32 | None) -> NDArray[np.uint16]:
+    """uint16 [256]: by e4m3 code, the fp16 bits of its product, rounded to fp32, then to fp16; NaN is 0x7fff."""
+    with np.errstate(all="ignore"):
+        return _bits(_e4m3_values() * np.asarray(global_scale, np.float32))
+
+
+def _fma_fp16(a: Array, b: Array, c: Array) -> NDArray[np.float16]:
+    """fp16 of a * b + c with one rounding, for fp16 arguments.
+
+    The product is exact in fp64. The sum may not be; rounded to odd, by its exact error, it rounds on to fp16 as
+    the exact sum would.
+    """
+    product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = product + addend
+    rest = total - product
+    error = (product - (total - rest)) + (addend - rest)
+    even = (total.view(np.uint64) & np.uint64(1)) == 0
+    inexact = even & (error != 0) & np.isfinite(error)
+    odd = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    rounded: NDArray[np.float16] = np.where(inexact, odd, total).astype(np.float16)
+    return rounded
+
+
+class _RawTables:
+    """What raw storage makes of every source code, for pairs of global scales (the source's, the bank column's).
+
+    codes uint8 [pairs, 256]: C = e4m3_rne(fp32(P) / G) with P the fp16 scale and G the bank column's global. The runtime
+    reads C in two ways, which must give P and P * 16384 by value; failed bool [pairs, 256] is where one does not.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[np.float32 | None, np.float32 | None]]) -> None:
+        self.pairs = pairs
+        sources, banks = (np.array(column, np.float32)[:, None] for column in zip(*pairs, strict=True))
+        with np.errstate(all="ignore"):
+            self.scales = _bits(_e4m3_values() * sources).view(np.float16)
+            scales = self.scales.astype(np.float32)
+            self.codes = e4m3_rne(scales / banks)
+            self.read = (_e4m3_values()[self.codes] * banks).astype(np.float16)
+            shifted = banks * np.float32(16384)
+            high = shifted.astype(np.float16)
+            low = (shifted - high.astype(np.float32)).astype(np.float16)
+            raw = (self.codes.astype(np.uint16) * np.uint16(128) + np.uint16(0x2000)).view(np.float16)
+            # numpy's fp16 product is the fp32 product (exact here) rounded once
+            self.expanded = _fma_fp16(raw, np.broadcast_to(high, raw.shape), raw * low)
+            self.wanted = (scales * np.float32(16384)).astype(np.float16)
+            self.failed = (self.read != self.scales) | (self.expanded != self.wanted)
+
+    def check(self, projection: str, row: int, codes: Array) -> None:
+        """Raise RawScaleError if one of the codes, all of the pair `row`, does not survive."""
+        if not self.failed[row, codes.min() : int(codes.max()) + 1].any():
+            return
+        for code in np.flatnonzero(self.failed[row] & (np.bincount(codes.reshape(-1), minlength=256) > 0)):
+            source, bank = self.pairs[row]
+            where = f"e4m3 code {code:#04x} with global scale {source!s}"
+            if source != bank:
+                where += f" in an interleaved column that the runtime reads with {bank!s}"
+            check, value, want = 1, self.read[row, code], self.scales[row, code]
+            if value == want:
+                check, value, want = 2, self.expanded[row, code], self.wanted[row, code]
+            raise RawScaleError(projection, f"{where} fails check {check}: {value!s} instead of {want!s}")
+
+
+def _exchange(low: Array, high: Array, shift: int, mask: int, temp: Array) -> None:
+    """Exchange the masked fields of high with those `shift` bits up in low."""
+    temp = temp.reshape(low.shape)
+    np.right_shift(low, shift, out=temp)
+    np.bitwise_xor(temp, high, out=temp)
+    np.bitwise_and(temp, mask, out=temp)
+    np.bitwise_xor(high, temp, out=high)
+    np.left_shift(temp, shift, out=temp)
+    np.bitwise_xor(low, temp, out=low)
+
+
+def _exchange_inside(words: Array, shift: int, mask: int, temp: Array, out: Array) -> None:
+    """Exchange, inside each word, the masked fields with those `shift` bits up."""
+    np.right_shift(words, shift, out=temp)
+    np.bitwise_xor(temp, words, out=temp)
+    np.bitwise_and(temp, mask, out=temp)
+    np.multiply(temp, (1 << shift) + 1, out=temp)  # to both places: they do not overlap
+    np.bitwise_xor(words, temp, out=out)
+
+
+def _rows(array: Array) -> Array:
+    """The array, or a copy if its rows are not contiguous: it could not be viewed as another type."""
+    return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
+
+
+def _flat(out: Array, dtype: DTypeLike) -> Array:
+    if not out.flags.c_contiguous:
+        raise ValueError("bank tensors must be C-contiguous")
+    return out.reshape(-1).view(dtype)
+
+
+class NumpyKernel:
+    """Prepares experts one by one. It owns scratch, reused from call to call: one instance per thread."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, NDArray[np.uint8]] = {}
+
+    def prepare(
+        self, gate: Projection, up: Projection, down: Projection, *, layout: str, interleave: bool, outs: Outs
+    ) -> None:
+        """Fill the bank tensors of one expert, for each TP size T of `outs`.
+
+        gate and up have K = H and N = I, down has K = I and N = H; I_l = I / T. A mapping holds C-contiguous arrays:
+        `w13_tm_weight` uint32 [T, H, 2*I_l/8], `w2_tm_weight` uint32 [T, I_l, H/8] and, with [G, N] = [H/g, 2*I_l]
+        for w13 and [I_l/g, H] for w2, `*_tm_scales`:
+
+        - awq-half2 uint32 [T, G, N]: the scale's fp16 bits, and fp16 of (-zero) * scale above them;
+        - awq-compact uint8 [T, G, N, 3]: scale low byte, scale high byte, zero;
+        - awq-int4zero uint8 [T, G, N/2, 5]: two scales, then zero | zero << 4;
+        - nvfp4-fp16 uint16 [T, G, N]: the fp16 bits of scale * global;
+        - nvfp4-raw: not `*_tm_scales`, but `*_raw_scale_codes` uint8 [T, G, N] and `w13_raw_global_scales` float32
+          [T, 2], `w2_raw_global_scales` float32 [T, 1].
+
+        A rank's w13 holds its gate columns, then its up columns; if `interleave`, gate j at 2j and up j at 2j+1.
+        Raises RawScaleError, before anything is written, if nvfp4-raw cannot hold the scales exactly.
+        """
+        if layout not in _LAYOUTS:
+            raise ValueError(f"layout {layout!r} is none of {', '.join(_LAYOUTS)}")
+        name, tables = "tm_scales", []
+        if layout == "nvfp4-raw":
+            name, tables = "raw_scale_codes", self._raw_tables(gate, up, down, interleave, outs)
+            for out in outs:
+                out["w13_raw_global_scales"][:] = gate.global_scale, up.global_scale
+                out["w2_raw_global_scales"][:] = down.global_scale
+        elif layout == "nvfp4-fp16":
+            tables = [nvfp4_scale_table(p.global_scale) for p in (gate, up, down)]
+        matrices = (("w13", (gate, up), interleave, tables[:2]), ("w2", (down,), False, tables[2:]))
+        for matrix, projections, pairwise, scale_tables in matrices:
+            weights = [out[f"{matrix}_tm_weight"] for out in outs]
+            if layout.startswith("awq"):
+                self._awq_weights(projections, pairwise, weights)
+                scales = self._awq_scales(projections, pairwise, layout)
+            else:
+                self._nvfp4_weights(projections, pairwise, weights)
+                scales = self._nvfp4_scales(projections, pairwise, scale_tables)
+            _cut_scales(scales, [out[f"{matrix}_{name}"] for out in outs])
+
+    def _scratch(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size:
+            buffer = self._buffers[name] = np.empty(size, np.uint8)
+        return buffer[:size].view(dtype).reshape(shape)
+
+    def _awq_weights(self, projections: Sequence[Projection], interleave: bool, outs: Sequence[Array]) -> None:
+        """In blocks of rows k//8, of all columns."""
+        parts, (k, columns) = len(projections), projections[0].weight.shape
+        for start, stop in _ranges(k // 8, 32 * columns * parts):
+            rows = stop - start
+            planes, temp = (self._scratch(x, (2, 2, 2, rows * columns), np.uint32) for x in ("planes", "temp"))
+            shape = (rows, columns, 2, 2, 2, parts) if interleave else (parts, rows, columns, 2, 2, 2)
+            words = self._scratch("words", shape, np.uint32)
+            for part, projection in enumerate(projections):
+                # Name the bits of k in its eight rows k2 k1 k0, those of a column in its word j2 j1 j0. The nibbles of
+                # a word are ordered by j0 j2 j1 and wanted by k0 k2 k1: three exchanges of a k bit with a j bit.
+                source = _rows(projection.weight)[start * 8 : stop * 8].reshape(rows, 2, 2, 2, columns)
+                np.copyto(planes.reshape(2, 2, 2, rows, columns), source.transpose(1, 2, 3, 0, 4))
+                _exchange(planes[0], planes[1], 8, 0x00FF00FF, temp[0])
+                _exchange(planes[:, 0], planes[:, 1], 4, 0x0F0F0F0F, temp[0])
+                _exchange(planes[:, :, 0], planes[:, :, 1], 16, 0x0000FFFF, temp[0])
+                target = words[..., part] if interleave else words[part]
+                for j in np.ndindex(2, 2, 2):  # apart: else numpy makes j0 its inner loop, of length 2
+                    np.copyto(target[:, :, j[0], j[1], j[2]].reshape(-1), planes[j])
+            if interleave:
+                _place_tiles(outs, words.reshape(rows, -1).view("V128"), start)
+            else:
+                for part in range(parts):
+                    _place_halves(outs, words.reshape(parts, rows, -1)[part].view("V64"), start, part, parts)
+
+    def _nvfp4_weights(self, projections: Sequence[Projection], interleave: bool, outs: Sequence[Array]) -> None:
+        """Projection by projection; the transpose from `[N, K/8]` is made by the copy to its place."""
+        columns, rows = projections[0].weight.shape[0], projections[0].weight.shape[1] // 4
+        words = self._scratch("words", (columns, rows), np.uint32)
+        for part, projection in enumerate(projections):
+            source = _rows(projection.weight).view(np.uint32)
+            for start, stop in _ranges(columns, 4 * rows):
+                temp = self._scratch("temp", (stop - start, rows), np.uint32)
+                _exchange_inside(source[start:stop], 4, 0x00F000F0, temp, words[start:stop])  # to 0 2 1 3 4 6 5 7
+                _exchange_inside(words[start:stop], 8, 0x0000FF00, temp, words[start:stop])  # to 0 2 4 6 1 3 5 7
+            halves = words.reshape(-1, 16, rows).transpose(2, 0, 1)
+            if interleave:
+                _place_tiles(outs, halves, 0, part)
+            else:
+                _place_halves(outs, halves, 0, part, len(projections))
+
+    # Both kinds of scales: the uncut projections, [projections, G, N, ...], or [1, G, 2*N, ...] if interleaved.
+
+    def _awq_scales(self, projections: Sequence[Projection], interleave: bool, layout: str) -> Array:
+        groups, columns = projections[0].scales.shape
+        shape = (1, groups, 2 * columns) if interleave else (len(projections), groups, columns)
+        keys = self._scratch("keys", shape, np.uint32)  # zero << 16 | scale bits
+        for part, projection in enumerate(projections):
+            target = _columns_of(keys, part, interleave)
+            np.copyto(target, projection.scales)
+            zero_bytes = keys.view(np.uint8).reshape(*shape, 4)[..., 2]
+            zero_bytes = _columns_of(zero_bytes, part, interleave).reshape(groups, columns // 8, 2, 2, 2)
+            assert projection.zeros is not None
+            nibbles = self._scratch("temp", (2, groups, columns // 8), np.uint32)
+            np.bitwise_and(projection.zeros, 0x0F0F0F0F, out=nibbles[0])
+            np.right_shift(projection.zeros, 4, out=nibbles[1])
+            np.bitwise_and(nibbles[1], 0x0F0F0F0F, out=nibbles[1])
+            bytes_of = nibbles.view(np.uint8).reshape(2, groups, columns // 8, 2, 2)
+            for j2, j1, j0 in np.ndindex(2, 2, 2):  # nibble j0 j2 j1 of a word
+                np.copyto(zero_bytes[..., j2, j1, j0], bytes_of[j1, ..., j0, j2])
+        if layout == "awq-half2":
+            index, records = self._scratch("index", shape, np.intp), self._scratch("records", shape, np.uint32)
+            np.copyto(index, keys)
+            return np.take(_half2_table(), index, out=records, mode="clip")
+        key_bytes = keys.view(np.uint8).reshape(*shape[:2], -1, 8)  # of two neighbours
+        pairs = key_bytes.shape[:3]
+        if layout == "awq-compact":
+            records = self._scratch("records", (*pairs, 6), np.uint8)
+            for byte, key_byte in enumerate((0, 1, 2, 4, 5, 6)):
+                np.copyto(records[..., byte], key_bytes[..., key_byte])
+            return records
+        records = self._scratch("records", (*pairs, 5), np.uint8)
+        for byte, key_byte in enumerate((0, 1, 4, 5)):
+            np.copyto(records[..., byte], key_bytes[..., key_byte])
+        np.left_shift(key_bytes[..., 6], 4, out=records[..., 4])
+        np.bitwise_or(records[..., 4], key_bytes[..., 2], out=records[..., 4])
+        return records
+
+    def _nvfp4_scales(self, projections: Sequence[Projection], interleave: bool, tables: Sequence[Array]) -> Array:
+        """A table is [256], by code, or [512] if it differs for the upper half of each 32 columns."""
+        columns, groups = projections[0].scales.shape
+        dtype, parts = tables[0].dtype, len(projections)
+        scales = self._scratch("records", (groups, columns, 2) if interleave else (parts, groups, columns), dtype)
+        for part, (projection, table) in enumerate(zip(projections, tables, strict=True)):
+            for start, stop in _ranges(groups, 8 * columns):
+                index = self._scratch("index", (stop - start, columns), np.intp)
+                np.copyto(index, projection.scales[:, start:stop].T)
+                if table.size == 512:
+                    index.reshape(-1, 2, 16)[:, 1] += 256
+                if interleave:
+                    values = self._scratch("temp", index.shape, dtype)
+                    np.copyto(scales[start:stop, :, part], np.take(table, index, out=values, mode="clip"))
+                else:
+                    np.take(table, index, out=scales[part, start:stop], mode="clip")
+        return scales.reshape(1, groups, -1) if interleave else scales
+
+    @staticmethod
+    def _raw_tables(gate: Projection, up: Projection, down: Projection, interleave: bool, outs: Outs) -> list[Array]:
+        """Stored code by source code, for gate, up and down; every code in use is checked."""
+        pairs = [(p.global_scale, p.global_scale) for p in (gate, up, down)]
+        mixed = interleave and gate.global_scale != up.global_scale
+        if mixed:
+            # The runtime reads an interleaved bank with gate's global in even tiles of 32 columns and up's in odd
+            # ones: the upper 16 of each 32 columns of gate meet up's global, the lower 16 of up meet gate's.
+            if any(out["w13_raw_scale_codes"].shape[-1] % 64 for out in outs):
+                raise ValueError("interleaved nvfp4-raw needs a rank's intermediate size to be a multiple of 32")
+            pairs += [(gate.global_scale, up.global_scale), (up.global_scale, gate.global_scale)]
+        tables = _RawTables(pairs)
+        if not mixed:
+            for row, (name, projection) in enumerate((("gate", gate), ("up", up), ("down", down))):
+                tables.check(name, row, projection.scales)
+            return list(tables.codes[:3])
+        for name, projection, rows in (("gate", gate, (0, 3)), ("up", up, (4, 1))):
+            halves = projection.scales.reshape(-1, 2, 16, projection.scales.shape[1])
+            for half, row in enumerate(rows):
+                tables.check(name, row, halves[:, half])
+        tables.check("down", 2, down.scales)
+        return [tables.codes[[0, 3]].reshape(-1), tables.codes[[4, 1]].reshape(-1), tables.codes[2]]
+
+
+def _ranges(count: int, bytes_each: int) -> Iterator[tuple[int, int]]:
+    """Equal ranges of not much more than _BLOCK_BYTES."""
+    pieces = min(count, max(1, round(count * bytes_each / _BLOCK_BYTES)))
+    for piece in range(pieces):
+        yield piece * count // pieces, (piece + 1) * count // pieces
+
+
+def _columns_of(joined: Array, part: int, interleave: bool) -> Array:
+    """Where a projection's columns lie among the joined: every second one or a block of its own."""
+    return joined[0, :, part::2] if interleave else joined[part]
+
+
+def _cut_scales(scales: Array, outs: Sequence[Array]) -> None:
+    """Give each rank its columns of w13 (its groups of w2: those already lie in rank order)."""
+    parts, groups = scales.shape[:2]
+    for out in outs:
+        ranks = out.shape[0] if out.shape[1] == groups else 1
+        target = _flat(out, scales.dtype).reshape(ranks, groups, parts, -1)
+        np.copyto(target, scales.reshape(parts, groups, ranks, -1).transpose(2, 1, 0, 3))
+
+
+def _place_tiles(outs: Sequence[Array], block: Array, start: int, part: int | None = None) -> None:
+    """Rows k//8 from `start` of an interleaved w13: [rows, I/16] whole tiles or, of one part, [rows, I/16, 16].
+
+    The tiles of all ranks follow one another, so they do not depend on the TP size.
+    """
+    for out in outs:
+        tiles = _flat(out, block.dtype).reshape(block.shape[1], out.shape[1] // 8, *block.shape[2:], -1)
+        np.copyto(tiles[:, start : start + len(block), ..., part or 0], block.swapaxes(0, 1))
+
+
+def _place_halves(outs: Sequence[Array], block: Array, start: int, part: int, parts: int) -> None:
+    """Rows k//8 from `start` of gate and up side by side (2 parts, ranks own columns) or of down (ranks own rows).
+
+    block is [rows, N/16, ...], in half tiles: where I_l is no multiple of 32, gate ends and up begins inside a tile.
+    """
+    for out in outs:
+        ranks, rows_of_rank = out.shape[0], out.shape[1] // 8
+        halves = block.shape[1] if parts == 1 else block.shape[1] // ranks  # of one rank and part
+        target = _flat(out, block.dtype).reshape(ranks, -1, rows_of_rank, 2, *block.shape[2:])
+        for odd in (0, 1):
+            first = part * halves + odd
+            tiles = target[:, first // 2 : first // 2 + (halves - odd + 1) // 2, :, first % 2]
+            if parts == 2:
+                source = block.reshape(len(block), ranks, halves, *block.shape[2:])[:, :, odd::2]
+                np.copyto(tiles[:, :, start : start + len(block)], np.moveaxis(source, 0, 2))
+                continue
+            source = block[:, odd::2].swapaxes(0, 1)
+            for rank in range(start // rows_of_rank, (start + len(block) - 1) // rows_of_rank + 1):
+                low = max(start, rank * rows_of_rank)
+                high = min(start + len(block), (rank + 1) * rows_of_rank)
+                rows = slice(low - rank * rows_of_rank, high - rank * rows_of_rank)
+                np.copyto(tiles[rank, :, rows], source[:, low - start : high - start])
