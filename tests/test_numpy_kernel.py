@@ -19,7 +19,6 @@ Array = np.ndarray[Any, Any]
 GOLDEN = Path(__file__).parent / "golden"
 AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 TARGET_K = (0, 2, 4, 6, 1, 3, 5, 7)
-ULP_UP = {"awq-half2": np.uint32, "nvfp4-fp16": np.uint16}
 
 
 def load(path: Path) -> dict[str, Array]:

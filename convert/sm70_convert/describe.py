@@ -213,11 +213,9 @@ def describe_plan(console: Console, decided: Plan, model: str, out: Path | None,
         ("source", f"{human_bytes(source)} of experts"),
     ]
     if decided.tp_sizes:
+        wanted = f"TP {', '.join(map(str, decided.tp_sizes))}, layers {format_ranges(decided.selected)}"
         rows += [
-            (
-                "to make",
-                f"TP {', '.join(map(str, decided.tp_sizes))}, layers {format_ranges(decided.selected)}; {describe(decided.layout)}",
-            ),
+            ("to make", f"{wanted}; {describe(decided.layout)}"),
             ("output", human_bytes(output_bytes(decided, passthrough))),
             (
                 "time",

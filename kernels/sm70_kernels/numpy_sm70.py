@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
     Outs = Sequence[Mapping[str, NDArray[Any]]]
 
-_BLOCK_BYTES = 256 * 1024  # of target words at a time: with its source and temporaries, one core's share of cache
+_BLOCK_BYTES = 768 * 1024  # a piece of work: about a core's cache; smaller pieces make threads wait for each other
 _FP16_NAN = 0x7FFF
 _LAYOUTS = ("awq-half2", "awq-compact", "awq-int4zero", "nvfp4-fp16", "nvfp4-raw")
 
@@ -113,53 +113,56 @@ def _fma_fp16(a: Array, b: Array, c: Array) -> NDArray[np.float16]:
 
 
 class _RawTables:
-    """What raw storage makes of every source code, for pairs of global scales (the source's, the bank column's).
+    """What raw storage makes of each e4m3 code, for pairs of globals (the source's, the bank column's).
 
-    codes uint8 [pairs, 256]: C = e4m3_rne(fp32(P) / G) with P the fp16 scale and G the bank column's global. The runtime
-    reads C in two ways, which must give P and P * 16384 by value; failed bool [pairs, 256] is where one does not.
+    codes uint8 [pairs, 256]: C = e4m3_rne(fp32(P) / G), P the fp16 scale, G the bank column's global. The runtime
+    reads C in two ways, to give P and P * 16384 by value; failed bool [pairs, 256] is where one does not.
     """
 
     def __init__(self, pairs: Sequence[tuple[np.float32 | None, np.float32 | None]]) -> None:
         self.pairs = pairs
-        sources, banks = (np.array(column, np.float32)[:, None] for column in zip(*pairs, strict=True))
+        source, bank = (np.array(column, np.float32)[:, None] for column in zip(*pairs, strict=True))
         with np.errstate(all="ignore"):
-            self.scales = _bits(_e4m3_values() * sources).view(np.float16)
-            scales = self.scales.astype(np.float32)
-            self.codes = e4m3_rne(scales / banks)
-            self.read = (_e4m3_values()[self.codes] * banks).astype(np.float16)
-            shifted = banks * np.float32(16384)
+            half = _bits(_e4m3_values() * source).view(np.float16)
+            single = half.astype(np.float32)
+            self.codes = e4m3_rne(single / bank)
+            read = (_e4m3_values()[self.codes] * bank).astype(np.float16)
+            shifted = bank * np.float32(16384)
             high = shifted.astype(np.float16)
             low = (shifted - high.astype(np.float32)).astype(np.float16)
             raw = (self.codes.astype(np.uint16) * np.uint16(128) + np.uint16(0x2000)).view(np.float16)
-            # numpy's fp16 product is the fp32 product (exact here) rounded once
-            self.expanded = _fma_fp16(raw, np.broadcast_to(high, raw.shape), raw * low)
-            self.wanted = (scales * np.float32(16384)).astype(np.float16)
-            self.failed = (self.read != self.scales) | (self.expanded != self.wanted)
+            expanded = _fma_fp16(raw, high, raw * low)  # an fp16 product of numpy is rounded once
+            self.checks = ((read, half), (expanded, (single * np.float32(16384)).astype(np.float16)))
+        self.failed = (read != half) | (expanded != self.checks[1][1])
 
     def check(self, projection: str, row: int, codes: Array) -> None:
         """Raise RawScaleError if one of the codes, all of the pair `row`, does not survive."""
-        if not self.failed[row, codes.min() : int(codes.max()) + 1].any():
+        if not self.failed[row, codes.min() : int(codes.max()) + 1].any():  # often none in the whole range
             return
-        for code in np.flatnonzero(self.failed[row] & (np.bincount(codes.reshape(-1), minlength=256) > 0)):
-            source, bank = self.pairs[row]
-            where = f"e4m3 code {code:#04x} with global scale {source!s}"
-            if source != bank:
-                where += f" in an interleaved column that the runtime reads with {bank!s}"
-            check, value, want = 1, self.read[row, code], self.scales[row, code]
-            if value == want:
-                check, value, want = 2, self.expanded[row, code], self.wanted[row, code]
-            raise RawScaleError(projection, f"{where} fails check {check}: {value!s} instead of {want!s}")
+        bad = self.failed[row] & (np.bincount(codes.reshape(-1), minlength=256) > 0)
+        if not bad.any():
+            return
+        code = int(bad.argmax())
+        number, (got, want) = next(
+            (n, (got[row, code], want[row, code]))
+            for n, (got, want) in enumerate(self.checks, 1)
+            if got[row, code] != want[row, code]
+        )
+        source, bank = self.pairs[row]
+        where = f"e4m3 code {code:#04x} with global scale {source!s}"
+        if source != bank:
+            where += f" in an interleaved column that the runtime reads with {bank!s}"
+        raise RawScaleError(projection, f"{where} fails check {number}: {got!s} instead of {want!s}")
 
 
-def _exchange(low: Array, high: Array, shift: int, mask: int, temp: Array) -> None:
+def _exchange(low: Array, high: Array, shift: int, mask: int, temp: Array, outs: tuple[Array, Array]) -> None:
     """Exchange the masked fields of high with those `shift` bits up in low."""
-    temp = temp.reshape(low.shape)
     np.right_shift(low, shift, out=temp)
     np.bitwise_xor(temp, high, out=temp)
     np.bitwise_and(temp, mask, out=temp)
-    np.bitwise_xor(high, temp, out=high)
+    np.bitwise_xor(high, temp, out=outs[1])
     np.left_shift(temp, shift, out=temp)
-    np.bitwise_xor(low, temp, out=low)
+    np.bitwise_xor(low, temp, out=outs[0])
 
 
 def _exchange_inside(words: Array, shift: int, mask: int, temp: Array, out: Array) -> None:
@@ -240,20 +243,25 @@ class NumpyKernel:
         parts, (k, columns) = len(projections), projections[0].weight.shape
         for start, stop in _ranges(k // 8, 32 * columns * parts):
             rows = stop - start
-            planes, temp = (self._scratch(x, (2, 2, 2, rows * columns), np.uint32) for x in ("planes", "temp"))
-            shape = (rows, columns, 2, 2, 2, parts) if interleave else (parts, rows, columns, 2, 2, 2)
-            words = self._scratch("words", shape, np.uint32)
+            raw = self._scratch("raw", (rows, 2, 2, 2, columns), np.uint32)
+            planes = self._scratch("planes", (2, 2, 2, parts, rows, columns), np.uint32)
+            temp = self._scratch("temp", (2, 2, parts, rows, columns), np.uint32)
+            if interleave:
+                words = self._scratch("words", (rows, columns, 2, 2, 2, parts), np.uint32)
+                target = words.transpose(2, 3, 4, 5, 0, 1)
+            else:
+                words = self._scratch("words", (parts, rows, columns, 2, 2, 2), np.uint32)
+                target = words.transpose(3, 4, 5, 0, 1, 2)
             for part, projection in enumerate(projections):
-                # Name the bits of k in its eight rows k2 k1 k0, those of a column in its word j2 j1 j0. The nibbles of
-                # a word are ordered by j0 j2 j1 and wanted by k0 k2 k1: three exchanges of a k bit with a j bit.
-                source = _rows(projection.weight)[start * 8 : stop * 8].reshape(rows, 2, 2, 2, columns)
-                np.copyto(planes.reshape(2, 2, 2, rows, columns), source.transpose(1, 2, 3, 0, 4))
-                _exchange(planes[0], planes[1], 8, 0x00FF00FF, temp[0])
-                _exchange(planes[:, 0], planes[:, 1], 4, 0x0F0F0F0F, temp[0])
-                _exchange(planes[:, :, 0], planes[:, :, 1], 16, 0x0000FFFF, temp[0])
-                target = words[..., part] if interleave else words[part]
-                for j in np.ndindex(2, 2, 2):  # apart: else numpy makes j0 its inner loop, of length 2
-                    np.copyto(target[:, :, j[0], j[1], j[2]].reshape(-1), planes[j])
+                # first as it lies: fetching every eighth row from memory is slow
+                np.copyto(raw.reshape(-1, columns), projection.weight[start * 8 : stop * 8])
+                np.copyto(planes[:, :, :, part], raw.transpose(1, 2, 3, 0, 4))
+            # Name the bits of k in its eight rows k2 k1 k0, those of a column in its word j2 j1 j0. The nibbles of a
+            # word are ordered by j0 j2 j1 and wanted by k0 k2 k1: three exchanges of a k bit with a j bit.
+            _exchange(planes[0], planes[1], 8, 0x00FF00FF, temp, (planes[0], planes[1]))
+            low, high = planes[:, 0], planes[:, 1]
+            _exchange(low, high, 4, 0x0F0F0F0F, temp, (low, high))
+            _exchange(planes[:, :, 0], planes[:, :, 1], 16, 0xFFFF, temp, (target[:, :, 0], target[:, :, 1]))
             if interleave:
                 _place_tiles(outs, words.reshape(rows, -1).view("V128"), start)
             else:
@@ -276,7 +284,7 @@ class NumpyKernel:
             else:
                 _place_halves(outs, halves, 0, part, len(projections))
 
-    # Both kinds of scales: the uncut projections, [projections, G, N, ...], or [1, G, 2*N, ...] if interleaved.
+    # Both kinds of scales: of the uncut projections, [projections, G, N, ...], or [1, G, 2*N, ...] if interleaved.
 
     def _awq_scales(self, projections: Sequence[Projection], interleave: bool, layout: str) -> Array:
         groups, columns = projections[0].scales.shape
@@ -287,10 +295,10 @@ class NumpyKernel:
             np.copyto(target, projection.scales)
             zero_bytes = keys.view(np.uint8).reshape(*shape, 4)[..., 2]
             zero_bytes = _columns_of(zero_bytes, part, interleave).reshape(groups, columns // 8, 2, 2, 2)
-            assert projection.zeros is not None
+            zeros = np.asarray(projection.zeros, np.uint32)
             nibbles = self._scratch("temp", (2, groups, columns // 8), np.uint32)
-            np.bitwise_and(projection.zeros, 0x0F0F0F0F, out=nibbles[0])
-            np.right_shift(projection.zeros, 4, out=nibbles[1])
+            np.bitwise_and(zeros, 0x0F0F0F0F, out=nibbles[0])
+            np.right_shift(zeros, 4, out=nibbles[1])
             np.bitwise_and(nibbles[1], 0x0F0F0F0F, out=nibbles[1])
             bytes_of = nibbles.view(np.uint8).reshape(2, groups, columns // 8, 2, 2)
             for j2, j1, j0 in np.ndindex(2, 2, 2):  # nibble j0 j2 j1 of a word
@@ -300,17 +308,13 @@ class NumpyKernel:
             np.copyto(index, keys)
             return np.take(_half2_table(), index, out=records, mode="clip")
         key_bytes = keys.view(np.uint8).reshape(*shape[:2], -1, 8)  # of two neighbours
-        pairs = key_bytes.shape[:3]
-        if layout == "awq-compact":
-            records = self._scratch("records", (*pairs, 6), np.uint8)
-            for byte, key_byte in enumerate((0, 1, 2, 4, 5, 6)):
-                np.copyto(records[..., byte], key_bytes[..., key_byte])
-            return records
-        records = self._scratch("records", (*pairs, 5), np.uint8)
-        for byte, key_byte in enumerate((0, 1, 4, 5)):
+        kept = (0, 1, 2, 4, 5, 6) if layout == "awq-compact" else (0, 1, 4, 5, 2)
+        records = self._scratch("records", (*key_bytes.shape[:3], len(kept)), np.uint8)
+        for byte, key_byte in enumerate(kept):
             np.copyto(records[..., byte], key_bytes[..., key_byte])
-        np.left_shift(key_bytes[..., 6], 4, out=records[..., 4])
-        np.bitwise_or(records[..., 4], key_bytes[..., 2], out=records[..., 4])
+        if layout == "awq-int4zero":
+            np.left_shift(key_bytes[..., 6], 4, out=key_bytes[..., 6])
+            np.bitwise_or(records[..., 4], key_bytes[..., 6], out=records[..., 4])
         return records
 
     def _nvfp4_scales(self, projections: Sequence[Projection], interleave: bool, tables: Sequence[Array]) -> Array:
@@ -319,9 +323,11 @@ class NumpyKernel:
         dtype, parts = tables[0].dtype, len(projections)
         scales = self._scratch("records", (groups, columns, 2) if interleave else (parts, groups, columns), dtype)
         for part, (projection, table) in enumerate(zip(projections, tables, strict=True)):
+            codes = self._scratch("raw", (columns, groups), np.uint8)
+            np.copyto(codes, projection.scales)
             for start, stop in _ranges(groups, 8 * columns):
                 index = self._scratch("index", (stop - start, columns), np.intp)
-                np.copyto(index, projection.scales[:, start:stop].T)
+                np.copyto(index, codes[:, start:stop].T)
                 if table.size == 512:
                     index.reshape(-1, 2, 16)[:, 1] += 256
                 if interleave:

@@ -206,9 +206,7 @@ def raw_scale_check(codes: Tensor, products: Tensor, globals_: Tensor) -> Tensor
     """
     # Few distinct (G, P, C) exist, so the exact arithmetic runs once for each.
     global_bits = globals_.expand(products.shape).contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    cases, position = torch.unique(
-        global_bits << 24 | _fp16_bits(products) << 8 | codes.long(), return_inverse=True
-    )
+    cases, position = torch.unique(global_bits << 24 | _fp16_bits(products) << 8 | codes.long(), return_inverse=True)
     code = cases & 0xFF
     product = _fp16_from_bits((cases >> 8) & 0xFFFF).to(torch.float32)
     global_scale = (cases >> 24).to(torch.int32).view(torch.float32)
@@ -220,9 +218,7 @@ def raw_scale_check(codes: Tensor, products: Tensor, globals_: Tensor) -> Tensor
     low = round_to_fp16(scaled - high).to(torch.float32)
     ratio = _fp16_from_bits((code * 128 + 0x2000) & 0xFFFF).to(torch.float32)
     tail = round_to_fp16(ratio * low).to(torch.float32)
-    fused = [
-        _fma_fp16(*operands) for operands in zip(ratio.tolist(), high.tolist(), tail.tolist(), strict=True)
-    ]
+    fused = [_fma_fp16(*operands) for operands in zip(ratio.tolist(), high.tolist(), tail.tolist(), strict=True)]
     rebuilt = torch.tensor(fused, dtype=torch.float32) == round_to_fp16(product * 16384).to(torch.float32)
 
     return (kept & rebuilt)[position]
@@ -348,9 +344,7 @@ def prepare_rank(
             w13.scales, w13_globals, interleave=interleave, projections=("gate", "up")
         )
         tensors["w13_raw_global_scales"] = w13_globals
-        tensors["w2_raw_scale_codes"] = _checked_codes(
-            w2.scales, w2_globals, interleave=False, projections=("down",)
-        )
+        tensors["w2_raw_scale_codes"] = _checked_codes(w2.scales, w2_globals, interleave=False, projections=("down",))
         tensors["w2_raw_global_scales"] = w2_globals
     else:
         tensors["w13_tm_scales"] = _bank_scales(w13, layout)
@@ -375,10 +369,8 @@ def _checked_codes(
     failed = ~raw_scale_check(codes, products, globals_)
 
     columns = torch.arange(n)
-    if len(projections) == 1:
-        owner = torch.zeros_like(columns)
-    else:
-        owner = columns % 2 if interleave else (columns >= n // 2).long()
+    pairwise = columns % 2 if interleave else (columns >= n // 2).long()
+    owner = pairwise if len(projections) == 2 else torch.zeros_like(columns)
     for number, projection in enumerate(projections):
         places = (failed & (owner == number)).nonzero().tolist()
         if places:
@@ -394,9 +386,7 @@ def _checked_codes(
 # Back to weights
 
 
-def dequantise(
-    tensors: Mapping[str, Tensor], *, layout: str, interleave: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def dequantise(tensors: Mapping[str, Tensor], *, layout: str, interleave: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Bank tensors of one expert of one rank, as `prepare_rank` gives them -> gate, up, down, fp32 [N, K].
 
     AWQ: (q - z) * s, with z = round(-hi / lo) from the two halves of awq-half2: exactly the source, as long
@@ -410,16 +400,12 @@ def dequantise(
     return gate.contiguous(), up.contiguous(), w2.T.contiguous()
 
 
-def _dequantise_matrix(
-    tensors: Mapping[str, Tensor], matrix: str, *, layout: str, interleave: bool
-) -> Tensor:
+def _dequantise_matrix(tensors: Mapping[str, Tensor], matrix: str, *, layout: str, interleave: bool) -> Tensor:
     """One bank matrix -> fp32 [K, N], columns in bank order."""
     logical = unpack_weight(tensors[f"{matrix}_tm_weight"])
     if layout in NVFP4_LAYOUTS:
         if layout == "nvfp4-raw":
-            codes, global_scales = (
-                tensors[f"{matrix}_raw_{part}"] for part in ("scale_codes", "global_scales")
-            )
+            codes, global_scales = (tensors[f"{matrix}_raw_{part}"] for part in ("scale_codes", "global_scales"))
             scales = expand_raw(codes, global_scales, interleave=interleave)
         else:
             scales = tensors[f"{matrix}_tm_scales"]
@@ -433,9 +419,7 @@ def _dequantise_matrix(
     words = half2.long()
     low = _fp16_from_bits(words & 0xFFFF).to(torch.float32)
     high = _fp16_from_bits((words >> 16) & 0xFFFF).to(torch.float32)
-    zeros = torch.where(
-        low == 0, 0.0, (-high / low).round()
-    )  # with a scale of 0 the zero is lost, and is not needed
+    zeros = torch.where(low == 0, 0.0, (-high / low).round())  # with a scale of 0 the zero is lost, and is not needed
     return (logical - _by_row(zeros, logical)) * _by_row(low, logical)
 
 
