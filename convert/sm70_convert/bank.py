@@ -39,6 +39,16 @@ class Digest(Protocol):
 HASHES: Mapping[str, Callable[[], Digest]] = {"blake3": blake3, "sha256": hashlib.sha256}
 
 
+def digests_of(data: bytes) -> dict[str, str]:
+    """The digest of `data` by every hash that a manifest can use."""
+    digests = {}
+    for name, new in HASHES.items():
+        digest = new()
+        digest.update(data)
+        digests[name] = digest.hexdigest()
+    return digests
+
+
 @dataclass(frozen=True, slots=True)
 class FileRecord:
     """What the manifest says of one file: its path in DIR, its size, its digest, and those of its tensors.

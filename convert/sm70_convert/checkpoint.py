@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sm70_convert.bank import digests_of
 from sm70_convert.errors import CheckpointError, Problem, Problems, UnsupportedError
 from sm70_convert.safetensors_header import Header, read_header
 from sm70_convert.strict_json import load_object
@@ -22,6 +23,7 @@ QUANTIZATION_FILES = {
     "hf_quant_config.json": "modelopt",
 }
 MAX_JSON = 100_000_000
+_KINDS = 1 << 24  # more than there can be tensors that differ in file, dtype or shape
 # Weights in other forms are no part of what is served from safetensors, and pickles are never touched.
 _OTHER_WEIGHTS = (
     ".bin",
@@ -51,6 +53,36 @@ class TensorRef:
     nbytes: int
 
 
+class Refs(MutableMapping[str, TensorRef]):
+    """Tensor name -> TensorRef, packed: a checkpoint may have hundreds of thousands, which differ in little but the offset."""
+
+    def __init__(self) -> None:
+        self._packed: dict[str, int] = {}
+        self._kinds: list[tuple[str, str, tuple[int, ...], int]] = []
+        self._numbers: dict[tuple[str, str, tuple[int, ...], int], int] = {}
+
+    def __getitem__(self, name: str) -> TensorRef:
+        offset, kind = divmod(self._packed[name], _KINDS)
+        file, dtype, shape, nbytes = self._kinds[kind]
+        return TensorRef(name, file, dtype, shape, offset, nbytes)
+
+    def __setitem__(self, name: str, ref: TensorRef) -> None:
+        kind = (ref.file, ref.dtype, ref.shape, ref.nbytes)
+        number = self._numbers.setdefault(kind, len(self._kinds))
+        if number == len(self._kinds):
+            self._kinds.append(kind)
+        self._packed[name] = ref.offset * _KINDS + number
+
+    def __delitem__(self, name: str) -> None:
+        del self._packed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._packed)
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One source file as it was when it was opened."""
@@ -59,8 +91,8 @@ class Shard:
     fd: int
     size: int
     mtime_ns: int
-    tensors: tuple[str, ...]
-    raw_header: bytes = field(repr=False)
+    tensors: int
+    header_digests: dict[str, str]
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` (bytes) from `offset`. Raises CheckpointError if the shard has become shorter or cannot be read."""
@@ -111,24 +143,14 @@ class Checkpoint:
     config: dict[str, Any]
     quantization: dict[str, Any]
     raw_config: bytes
-    raw_index: bytes | None
+    index_digests: dict[str, str] | None
     repo: str | None
     commit: str | None
-    refs: Mapping[str, TensorRef]
-    shards: Mapping[str, Shard]
+    refs: Refs
+    shards: dict[str, Shard]
     stale: tuple[StaleTensor, ...]
     unindexed: tuple[str, ...]
     extras: tuple[str, ...]
-
-    def shard_of(self, ref: TensorRef) -> Shard:
-        """The open shard that holds `ref`."""
-        return self.shards[ref.file]
-
-    def read(self, ref: TensorRef) -> bytes:
-        """All bytes of one tensor."""
-        buffer = bytearray(ref.nbytes)
-        self.shards[ref.file].read_into(ref.offset, memoryview(buffer))
-        return bytes(buffer)
 
     def close(self) -> None:
         """Closes all shards."""
@@ -162,12 +184,11 @@ def open_regular(path: Path, shown: str) -> int:
 def read_small(path: Path, shown: str) -> bytes:
     """The bytes of a JSON file, up to 100 MB."""
     with os.fdopen(open_regular(path, shown), "rb") as handle:
-        data = handle.read(MAX_JSON + 1)
-    if len(data) > MAX_JSON:
-        raise CheckpointError(
-            Problem("is over the limit", file=shown, expected=f"at most {MAX_JSON} bytes", actual="more")
-        )
-    return data
+        size = os.fstat(handle.fileno()).st_size
+        if size > MAX_JSON:
+            expected = f"at most {MAX_JSON} bytes"
+            raise CheckpointError(Problem("is over the limit", file=shown, expected=expected, actual=str(size)))
+        return handle.read(size)
 
 
 def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None = None) -> Checkpoint:
@@ -182,18 +203,18 @@ def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None
             Problem("is a prepared folder already", file=str(folder), hint="convert from the source checkpoint")
         )
     present = sorted(p.name for p in folder.iterdir() if p.name.endswith(".safetensors"))
-    raw_index, weight_map = None, None
+    index_digests, listed = None, None
     if (folder / INDEX).exists() or (folder / INDEX).is_symlink():
         raw_index = read_small(folder / INDEX, INDEX)
-        weight_map = parse_index(raw_index)
-    names = sorted(set(weight_map.values())) if weight_map is not None else present
+        index_digests, listed = digests_of(raw_index), parse_index(raw_index)
+    names = sorted(listed) if listed is not None else present
     if not names:
         raise CheckpointError(
             Problem("no .safetensors file in it", file=str(folder), hint="is this the model's folder?")
         )
     problems = Problems()
     shards: dict[str, Shard] = {}
-    refs: dict[str, TensorRef] = {}
+    refs = Refs()
     stale: list[StaleTensor] = []
     try:
         for name in names:
@@ -204,13 +225,9 @@ def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None
                     problems.add(CheckpointError, problem)
                 continue
             shards[name] = shard
-            _take_refs(name, header, weight_map, refs, stale, problems)
-        for tensor, file in (weight_map or {}).items():
-            if tensor not in refs and file in shards:
-                problems.add(
-                    CheckpointError,
-                    Problem("the index gives it to a shard that does not hold it", tensor, file),
-                )
+            tensors = listed[name] if listed is not None else list(header.tensors)
+            stale += _take_refs(name, tensors, header, refs, problems)
+            del header
         problems.raise_if_any()
     except BaseException:
         for shard in shards.values():
@@ -221,7 +238,7 @@ def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None
         config=config,
         quantization=quantization,
         raw_config=raw_config,
-        raw_index=raw_index,
+        index_digests=index_digests,
         repo=repo,
         commit=commit,
         refs=refs,
@@ -240,21 +257,15 @@ def _open_shard(folder: Path, name: str) -> tuple[Shard, Header]:
     except BaseException:
         os.close(fd)
         raise
-    return Shard(name, fd, info.st_size, info.st_mtime_ns, tuple(header.tensors), header.raw), header
+    return Shard(name, fd, info.st_size, info.st_mtime_ns, len(header.tensors), digests_of(header.raw)), header
 
 
-def _take_refs(
-    file: str,
-    header: Header,
-    weight_map: Mapping[str, str] | None,
-    refs: dict[str, TensorRef],
-    stale: list[StaleTensor],
-    problems: Problems,
-) -> None:
-    """Adds the tensors of one shard that exist: those that the index gives to it, or all where there is no index."""
-    for tensor, entry in header.tensors.items():
-        if weight_map is not None and weight_map.get(tensor) != file:
-            stale.append(StaleTensor(tensor, file))
+def _take_refs(file: str, tensors: list[str], header: Header, refs: Refs, problems: Problems) -> list[StaleTensor]:
+    """Adds the tensors of one shard that exist; returns those that do not, since the index does not give them to it."""
+    for tensor in tensors:
+        entry = header.tensors.pop(tensor, None)
+        if entry is None:
+            problems.add(CheckpointError, Problem("the index gives it to a shard that does not hold it", tensor, file))
         elif tensor in refs:
             problems.add(
                 CheckpointError,
@@ -267,15 +278,16 @@ def _take_refs(
             )
         else:
             refs[tensor] = TensorRef(tensor, file, *entry)
+    return [StaleTensor(tensor, file) for tensor in header.tensors]
 
 
-def parse_index(raw: bytes) -> dict[str, str]:
-    """Tensor name -> shard of an index file. Raises CheckpointError unless every shard is a plain name in this folder."""
+def parse_index(raw: bytes) -> dict[str, list[str]]:
+    """Shard -> its tensors, of an index file. Raises CheckpointError unless every shard is a plain name in this folder."""
     document = load_object(raw, INDEX)
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(Problem("has no weight_map", file=INDEX))
-    interned: dict[str, str] = {}
+    listed: dict[str, list[str]] = {}
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain(file):
             raise CheckpointError(
@@ -287,8 +299,8 @@ def parse_index(raw: bytes) -> dict[str, str]:
                     actual=repr(file)[:200],
                 )
             )
-        weight_map[tensor] = interned.setdefault(file, file)
-    return weight_map
+        listed.setdefault(file, []).append(tensor)
+    return listed
 
 
 def _is_plain(file: str) -> bool:

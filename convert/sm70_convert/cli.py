@@ -233,15 +233,17 @@ def convert(
 ) -> None:
     """Prepare MODEL into DIR (the default command)."""
     _check_device(device)
-    from sm70_convert.convert import run_plan
-    from sm70_convert.describe import describe_plan, describe_summary
-    from sm70_convert.estimate import check_room
     from sm70_convert.hub import resolve
-    from sm70_convert.journal import refuse_overlap
     from sm70_convert.plan import build_plan
 
     with resolve(model, revision) as checkpoint:
         plan = build_plan(checkpoint, _plan_options(tp_sizes or (1,), **choices))
+        # Only now the modules that need numpy: they take up the memory that the headers of a large checkpoint leave free.
+        from sm70_convert.convert import run_plan
+        from sm70_convert.describe import describe_plan, describe_summary
+        from sm70_convert.estimate import check_room
+        from sm70_convert.journal import refuse_overlap
+
         refuse_overlap(plan, out.resolve())
         check_room(plan, out, passthrough)
         for warning in plan.warnings:

@@ -77,7 +77,8 @@ def _checkpoint(path: Path) -> Described:
         plan = build_plan(checkpoint, Options())
         banked, dropped = banked_names(plan.layers), dropped_names(plan.layers)
         source = sum(layer.source_bytes for layer in plan.layers)
-        rest = sum(r.nbytes for name, r in checkpoint.refs.items() if name not in banked and name not in dropped)
+        rest = sum(r.nbytes for r in checkpoint.refs.values())
+        total = len(banked) + len(dropped) + len(checkpoint.refs)
         legal = legal_sizes(plan.quantization, plan.moe)
         spec, moe = plan.quantization, plan.moe
         document = {
@@ -85,7 +86,7 @@ def _checkpoint(path: Path) -> Described:
             "kind": "checkpoint",
             "path": str(path),
             "shards": len(checkpoint.shards),
-            "tensors": {"total": len(checkpoint.refs), "banked": len(banked), "dropped": len(dropped)},
+            "tensors": {"total": total, "banked": len(banked), "dropped": len(dropped)},
             "quantization": asdict(spec),
             "moe": {"layers": format_ranges(moe.layers), "experts": moe.experts, "hidden": moe.hidden,
                     "intermediate": moe.intermediate, "top_k": moe.top_k},
@@ -99,7 +100,7 @@ def _checkpoint(path: Path) -> Described:
             ("format", f"{spec.format}, {spec.bits}-bit, group size {spec.group_size}"),
             (
                 "shards",
-                f"{len(checkpoint.shards)}, {len(checkpoint.refs)} tensors ({len(banked)} of experts, {len(dropped)} not needed)",
+                f"{len(checkpoint.shards)}, {total} tensors ({len(banked)} of experts, {len(dropped)} not needed)",
             ),
             (
                 "experts",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from sm70_convert import names
-from sm70_convert.checkpoint import CONFIG, Checkpoint, TensorRef
+from sm70_convert.checkpoint import CONFIG, Checkpoint, Refs, TensorRef
 from sm70_convert.errors import CheckpointError, Problem, Problems, UnsupportedError
 from sm70_convert.formats import Part, SourceFormat
 from sm70_convert.layout import NVFP4, MoeShape, QuantizationSpec
@@ -57,13 +57,19 @@ class LayerPlan:
         return sum(len(s.offsets) * s.nbytes for s in self.sources)
 
 
+# (projection, part) -> expert -> tensor; a tensor of all experts stands under None.
+Parts = dict[tuple[str, str], dict[int | None, TensorRef]]
+Names = dict[tuple[str, str], dict[int | None, str]]
+
+
 @dataclass(slots=True)
 class FoundExperts:
-    """The expert tensors of one layer as found: (projection, part) -> expert -> tensor; fused ones under expert None."""
+    """The expert tensors of one layer as found, and how each kind of them is named."""
 
     layer: int
     module: str
-    parts: dict[tuple[str, str], dict[int | None, tuple[TensorRef, str]]] = field(default_factory=dict)
+    parts: Names = field(default_factory=dict)
+    templates: dict[tuple[str, str], str] = field(default_factory=dict)
     unsupported: bool = False
 
 
@@ -95,10 +101,13 @@ def experts_by_layer(checkpoint: Checkpoint, depth: int | None, problems: Proble
             problems.add(UnsupportedError, Problem(what, name, ref.file, hint=hint))
             experts.unsupported = True
             continue
-        at = experts.parts.setdefault((parsed.projection, parsed.part), {})
+        kind = (parsed.projection, parsed.part)
+        at = experts.parts.setdefault(kind, {})
         if parsed.expert in at:
-            problems.add(CheckpointError, Problem(f"is the same tensor as {at[parsed.expert][0].name}", name, ref.file))
-        at[parsed.expert] = (ref, parsed.template)
+            problems.add(CheckpointError, Problem(f"is the same tensor as {at[parsed.expert]}", name, ref.file))
+        elif experts.templates.setdefault(kind, parsed.template) != parsed.template:
+            problems.add(CheckpointError, Problem(f"is named unlike {next(iter(at.values()))}", name, ref.file))
+        at[parsed.expert] = name
     return found
 
 
@@ -108,24 +117,25 @@ class LayerPlanner:
     def __init__(
         self,
         experts: FoundExperts,
+        refs: Refs,
         source: SourceFormat,
         spec: QuantizationSpec,
         moe: MoeShape,
         problems: Problems,
     ) -> None:
-        self.experts, self.source, self.spec, self.moe, self.problems = experts, source, spec, moe, problems
+        self.experts, self.refs, self.source, self.spec = experts, refs, source, spec
+        self.moe, self.problems = moe, problems
 
     def plan(self) -> LayerPlan | None:
         """The layer's sources, or None if too much is wrong. Everything wrong is noted in `problems`."""
-        parts = {key: dict(at) for key, at in self.experts.parts.items()}
+        parts = {kind: {e: self.refs[name] for e, name in at.items()} for kind, at in self.experts.parts.items()}
         plain = self._reject_plain(parts)
         if not self._split_fused(parts):
             return None
         dropped = [
-            DroppedPart(template, tuple(sorted(e for e in at if e is not None)))
-            for (_, part), at in sorted(parts.items())
-            if part in self.source.ignored
-            for template in sorted({t for _, t in at.values()})
+            DroppedPart(self.experts.templates[kind], tuple(sorted(e for e in at if e is not None)))
+            for kind, at in sorted(parts.items())
+            if kind[1] in self.source.ignored
         ]
         absent = self._reject_missing_experts(parts) | plain
         sources = []
@@ -140,13 +150,13 @@ class LayerPlanner:
         self._reject_unknown(parts)
         return LayerPlan(self.experts.layer, tuple(sources), tuple(dropped)) if len(sources) else None
 
-    def _reject_plain(self, parts: dict[tuple[str, str], dict[int | None, tuple[TensorRef, str]]]) -> set[int]:
+    def _reject_plain(self, parts: Parts) -> set[int]:
         """Unquantised experts beside quantised ones; returns their numbers."""
         plain: set[int] = set()
         for projection in names.PROJECTIONS:
             weights = parts.get((projection, "weight"), {})
             marked = parts.get((projection, self.source.marker), {})
-            for expert, (ref, _) in list(weights.items()):
+            for expert, ref in list(weights.items()):
                 if ref.dtype in FLOATS and expert not in marked:
                     self.problems.add(
                         UnsupportedError,
@@ -162,7 +172,7 @@ class LayerPlanner:
                     del weights[expert]
         return plain
 
-    def _split_fused(self, parts: dict[tuple[str, str], dict[int | None, tuple[TensorRef, str]]]) -> bool:
+    def _split_fused(self, parts: Parts) -> bool:
         """Turns 3-D tensors of all experts into one reference an expert: [E, ...], gate rows before up rows.
 
         False if one of them has a form that cannot be split.
@@ -171,11 +181,11 @@ class LayerPlanner:
         for (projection, part), at in list(parts.items()):
             if None not in at:
                 continue
-            ref, template = at.pop(None)
+            ref = at.pop(None)
             inner: tuple[int, ...] = ()
             targets = ("gate", "up") if projection == names.GATE_UP else (projection,)
             if part in self.source.ignored:
-                parts.setdefault((projection, part), {}).update(dict.fromkeys(range(count), (ref, template)))
+                parts.setdefault((projection, part), {}).update(dict.fromkeys(range(count), ref))
                 continue
             if part == "weight_scale_2":
                 shapes: Sequence[tuple[int, ...]] = [(count,), (count, 1), (count, len(targets))]
@@ -216,16 +226,15 @@ class LayerPlanner:
             size = ref.nbytes // (count * split)
             for i, target in enumerate(targets):
                 experts = parts.setdefault((target, part), {})
+                self.experts.templates[target, part] = self.experts.templates[projection, part]
                 for e in range(count):
                     offset = ref.offset + (e * split + (i if split > 1 else 0)) * size
-                    experts[e] = (TensorRef(ref.name, ref.file, ref.dtype, inner, offset, size), template)
+                    experts[e] = TensorRef(ref.name, ref.file, ref.dtype, inner, offset, size)
             if not at and projection == names.GATE_UP:
                 del parts[projection, part]
         return good
 
-    def _reject_missing_experts(
-        self, parts: Mapping[tuple[str, str], Mapping[int | None, tuple[TensorRef, str]]]
-    ) -> set[int]:
+    def _reject_missing_experts(self, parts: Parts) -> set[int]:
         """Experts without any tensor, and expert numbers beyond the config's; returns the missing ones."""
         present = {e for at in parts.values() for e in at if e is not None}
         missing = set(range(self.moe.experts)) - present
@@ -238,7 +247,7 @@ class LayerPlanner:
                 ),
             )
         for at in parts.values():
-            for number, (ref, _) in at.items():
+            for number, ref in at.items():
                 if number is not None and number >= self.moe.experts:
                     self.problems.add(
                         CheckpointError,
@@ -252,13 +261,13 @@ class LayerPlanner:
         part: str,
         wanted: Part,
         k: int,
-        at: Mapping[int | None, tuple[TensorRef, str]],
+        at: Mapping[int | None, TensorRef],
         absent: set[int],
     ) -> SourcePart | None:
         files: list[str] = []
         offsets: array[int] = array("q")
         good = True
-        first: tuple[TensorRef, str] | None = None
+        first: TensorRef | None = None
         for expert in range(self.moe.experts):
             if expert in absent:
                 continue
@@ -266,10 +275,10 @@ class LayerPlanner:
                 self.problems.add(CheckpointError, Problem("is missing", self._name(projection, part, expert)))
                 good = False
                 continue
-            ref, template = at[expert]
-            first = first or (ref, template)
-            if ref.dtype not in wanted.dtypes or ref.dtype != first[0].dtype:
-                expected = first[0].dtype if first[0].dtype in wanted.dtypes else " or ".join(wanted.dtypes)
+            ref = at[expert]
+            first = first or ref
+            if ref.dtype not in wanted.dtypes or ref.dtype != first.dtype:
+                expected = first.dtype if first.dtype in wanted.dtypes else " or ".join(wanted.dtypes)
                 self.problems.add(
                     CheckpointError,
                     Problem("has the wrong dtype", ref.name, ref.file, expected=expected, actual=ref.dtype),
@@ -278,15 +287,12 @@ class LayerPlanner:
             elif ref.shape not in wanted.shapes:
                 self.problems.add(CheckpointError, self._wrong_shape(ref, part, wanted, k))
                 good = False
-            elif template != first[1]:
-                self.problems.add(CheckpointError, Problem(f"is named unlike {first[0].name}", ref.name, ref.file))
-                good = False
             files.append(ref.file)
             offsets.append(ref.offset)
         if not good or first is None:
             return None
-        ref, template = first
-        return SourcePart(projection, part, template, ref.dtype, ref.shape, ref.nbytes, files, offsets)
+        template = self.experts.templates[projection, part]
+        return SourcePart(projection, part, template, first.dtype, first.shape, first.nbytes, files, offsets)
 
     def _wrong_shape(self, ref: TensorRef, part: str, wanted: Part, k: int) -> Problem:
         group = self.source.group_of(k, ref.shape) if part == self.source.scale_part else None
@@ -298,17 +304,14 @@ class LayerPlanner:
 
     def _name(self, projection: str, part: str, expert: int) -> str:
         """What the tensor would be called here, after one of its like that exists."""
-        for (p, q), at in self.experts.parts.items():
-            for _, template in at.values():
-                if p == projection and q == part:
-                    return template.replace("{expert}", str(expert))
-        return f"{self.experts.module}.{expert}.{projection}_proj.{part}"
+        usual = f"{self.experts.module}.{{expert}}.{projection}_proj.{part}"
+        return self.experts.templates.get((projection, part), usual).replace("{expert}", str(expert))
 
-    def _reject_unknown(self, parts: Mapping[tuple[str, str], Mapping[int | None, tuple[TensorRef, str]]]) -> None:
+    def _reject_unknown(self, parts: Parts) -> None:
         for (_, part), at in parts.items():
             if part in self.source.ignored:
                 continue
-            for ref, _ in at.values():
+            for ref in at.values():
                 hint = "act-order checkpoints cannot be prepared" if part == "g_idx" else None
                 what = f"is no part of a {self.source.name} expert that can be prepared"
                 self.problems.add(UnsupportedError, Problem(what, ref.name, ref.file, hint=hint))

@@ -61,5 +61,5 @@ def _download(repo: str, revision: str | None) -> Path:
 
 def _shards(snapshot: Path) -> list[str]:
     if (snapshot / INDEX).is_file():
-        return sorted(set(parse_index(read_small(snapshot / INDEX, INDEX)).values()))
+        return sorted(parse_index(read_small(snapshot / INDEX, INDEX)))
     return ["*.safetensors"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sm70_convert import __version__, names
-from sm70_convert.bank import FORMAT_VERSION, HASHES, FileRecord
+from sm70_convert.bank import FORMAT_VERSION, HASHES, FileRecord, digests_of
 from sm70_convert.checkpoint import read_small
 from sm70_convert.errors import CheckpointError, IntegrityError, OutputError, Problem, Sm70Error
 from sm70_convert.expert_tensors import LayerPlan
@@ -100,26 +100,20 @@ class Manifest:
                 asdict(f) for f in sorted(self.findings, key=lambda f: (-1 if f.layer is None else f.layer, f.message))
             ],
         }
-        document["manifest_digest"] = _digest(self.hash, canonical(document))
+        document["manifest_digest"] = digests_of(canonical(document))[self.hash]
         return pretty(document)
-
-
-def _digest(hash_name: str, data: bytes) -> str:
-    digest = HASHES[hash_name]()
-    digest.update(data)
-    return digest.hexdigest()
 
 
 def plan_identity(plan: Plan) -> dict[str, Any]:
     """All that decides the bytes of a folder, TP sizes aside: two runs with equal identities may share one folder."""
     checkpoint, hash_name = plan.checkpoint, plan.options.hash
-    source: dict[str, Any] = {"config": _digest(hash_name, checkpoint.raw_config)}
+    source: dict[str, Any] = {"config": digests_of(checkpoint.raw_config)[hash_name]}
     if checkpoint.repo is not None:
         source = {"repo": checkpoint.repo, "commit": checkpoint.commit}
-    elif checkpoint.raw_index is not None:
-        source["index"] = _digest(hash_name, checkpoint.raw_index)
+    elif checkpoint.index_digests is not None:
+        source["index"] = checkpoint.index_digests[hash_name]
     shards = {
-        name: {"bytes": shard.size, "header": _digest(hash_name, shard.raw_header)}
+        name: {"bytes": shard.size, "header": shard.header_digests[hash_name]}
         for name, shard in sorted(checkpoint.shards.items())
     }
     return {
@@ -184,7 +178,7 @@ def read_manifest(folder: Path, *, error: type[Sm70Error] = IntegrityError) -> M
         raise altered
     digest = document.pop("manifest_digest", None)
     try:
-        if digest != _digest(document["hash"], canonical(document)):
+        if digest != digests_of(canonical(document))[document["hash"]]:
             raise altered
         return _decode(document)
     except (KeyError, TypeError, ValueError, AttributeError):

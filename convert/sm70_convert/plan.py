@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sm70_convert import names
-from sm70_convert.checkpoint import CONFIG, INDEX, Checkpoint
+from sm70_convert.checkpoint import CONFIG, INDEX, Checkpoint, TensorRef
 from sm70_convert.errors import CheckpointError, Problem, Problems, Sm70Error, UnsupportedError, UsageError
 from sm70_convert.expert_tensors import FLOATS, FoundExperts, LayerPlan, LayerPlanner, experts_by_layer
 from sm70_convert.formats import SourceFormat, is_excluded, source_format
@@ -83,7 +83,10 @@ class Plan:
 
 
 def build_plan(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Decides a conversion from headers. Raises one error with every problem found; reads no tensor."""
+    """Decides a conversion from headers. Raises one error with every problem found; reads no tensor.
+
+    The plan takes the expert tensors over from `checkpoint.refs`, in a compact form: only what passes through stays there.
+    """
     problems = Problems()
     found = experts_by_layer(checkpoint, _size(checkpoint, "num_hidden_layers"), problems)
     spec = _quantization(checkpoint, found, problems)
@@ -96,14 +99,15 @@ def build_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     findings = list(_checkpoint_findings(checkpoint))
     layers: list[LayerPlan] = []
     for layer in sorted(found):
-        if found[layer].unsupported:
+        experts = found.pop(layer)
+        if experts.unsupported:
             continue
-        if _is_plain(checkpoint, found[layer], source, problems):
-            findings.append(Finding("layer is not quantised and passes through", found[layer].module, 1, layer))
-            continue
-        planned = LayerPlanner(found[layer], source, spec, moe, problems).plan()
-        if planned:
+        if _is_plain(checkpoint, experts, source, problems):
+            findings.append(Finding("layer is not quantised and passes through", experts.module, 1, layer))
+        elif planned := LayerPlanner(experts, checkpoint.refs, source, spec, moe, problems).plan():
             layers.append(planned)
+            for name in banked_names([planned]) | dropped_names([planned]):
+                del checkpoint.refs[name]
     moe = MoeShape(tuple(p.layer for p in layers), moe.experts, moe.hidden, moe.intermediate, moe.top_k)
     if not layers and not problems:
         problems.add(UnsupportedError, Problem("no quantised MoE experts in it", file=str(checkpoint.folder)))
@@ -140,7 +144,7 @@ def build_plan(checkpoint: Checkpoint, options: Options) -> Plan:
         tp_sizes=options.tp_sizes,
         layers=tuple(layers),
         selected=options.layers if options.layers is not None else moe.layers,
-        passthrough=tuple(_passthrough(checkpoint, layers)),
+        passthrough=tuple(_passthrough(checkpoint)),
         findings=tuple(findings),
         warnings=tuple(warnings),
     )
@@ -231,7 +235,7 @@ def _check_layers_present(
             )
     holes = sorted(set(range(depth)) - present)
     if holes:
-        where = INDEX if checkpoint.raw_index is not None else None
+        where = INDEX if checkpoint.index_digests is not None else None
         problems.add(
             CheckpointError,
             Problem(f"no tensor at all of decoder layers {names.format_ranges(holes)}", file=where),
@@ -240,20 +244,17 @@ def _check_layers_present(
 
 def _is_plain(checkpoint: Checkpoint, experts: FoundExperts, source: SourceFormat, problems: Problems) -> bool:
     """Whether this layer's experts are all unquantised and the config says so too; they pass through then."""
-    quantised = any(part != "weight" for _, part in experts.parts) or any(
-        ref.dtype not in FLOATS for at in experts.parts.values() for ref, _ in at.values()
-    )
+    tensors = [checkpoint.refs[name] for at in experts.parts.values() for name in at.values()]
+    quantised = any(part != "weight" for _, part in experts.parts) or any(ref.dtype not in FLOATS for ref in tensors)
     excluded = is_excluded(checkpoint.quantization, experts.module)
-    if not experts.parts or quantised == (not excluded):
-        return excluded and not quantised
-    ref = next(ref for at in experts.parts.values() for ref, _ in at.values())
+    if quantised != excluded:
+        return excluded
     if excluded:
         what = "is quantised, but the exclude list of quantization_config says that its layer is not"
     else:
-        what = (
-            f"is not quantised ({ref.dtype}), but quantization_config says {source.name} and does not exclude its layer"
-        )
-    problems.add(CheckpointError, Problem(what, ref.name, ref.file))
+        dtype = tensors[0].dtype
+        what = f"is not quantised ({dtype}), but quantization_config says {source.name} and does not exclude its layer"
+    problems.add(CheckpointError, Problem(what, tensors[0].name, tensors[0].file))
     return True
 
 
@@ -339,11 +340,11 @@ def dropped_names(layers: Sequence[LayerPlan]) -> set[str]:
     return {d.template.replace("{expert}", str(e)) for layer in layers for d in layer.dropped for e in d.experts}
 
 
-def _passthrough(checkpoint: Checkpoint, layers: Sequence[LayerPlan]) -> Iterator[PassthroughShard]:
+def _passthrough(checkpoint: Checkpoint) -> Iterator[PassthroughShard]:
     """What is left of each shard. A shard is handed on whole only if the index gives it every tensor it holds."""
-    gone = banked_names(layers) | dropped_names(layers)
-    for name, shard in sorted(checkpoint.shards.items()):
-        listed = [t for t in shard.tensors if t in checkpoint.refs and checkpoint.refs[t].file == name]
-        kept = tuple(t for t in listed if t not in gone)
-        if kept:
-            yield PassthroughShard(name, len(kept) == len(shard.tensors), kept)
+    kept: dict[str, list[TensorRef]] = {}
+    for ref in checkpoint.refs.values():
+        kept.setdefault(ref.file, []).append(ref)
+    for file, refs in sorted(kept.items()):
+        tensors = tuple(r.name for r in sorted(refs, key=lambda r: r.offset))
+        yield PassthroughShard(file, len(tensors) == checkpoint.shards[file].tensors, tensors)

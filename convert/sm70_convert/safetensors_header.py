@@ -89,35 +89,35 @@ def read_header(
         raise wrong("became shorter while it was read")
     if raw[8:9] != b"{":
         raise wrong("is not a safetensors file: its header does not start with '{'")
-    document = load_object(raw[8:], file, error=error)
+    shared: dict[Any, Any] = {}
+    document = load_object(raw[8:], file, error=error, compact=lambda fields: _compact(fields, shared))
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise wrong("header's __metadata__ is not a map of strings")
-    spans: list[tuple[int, int, str]] = []
-    tensors: dict[str, Entry] = {}
     for name, fields in document.items():
         if not name or len(name) > MAX_NAME:
             raise wrong(f"a tensor name has {len(name)} characters, not 1 to {MAX_NAME}")
-        entry, reason = _entry(fields, data_start)
-        if entry is None:
+        if reason := _wrong_entry(fields):
             raise wrong(reason, tensor=name)
-        tensors[name] = entry
-        spans.append((entry.offset, entry.offset + entry.nbytes, name))
-    spans.sort()
-    end = data_start
-    for begin, stop, name in spans:
-        if begin != end:
+    tensors: dict[str, Entry] = dict(
+        sorted(document.items(), key=lambda item: (item[1].offset, item[1].nbytes, item[0]))
+    )
+    end = 0
+    for name, entry in tensors.items():
+        if entry.offset != end:
             raise wrong(
                 "data overlaps another tensor's or leaves a gap",
                 tensor=name,
-                expected=f"offset {end - data_start}",
-                actual=f"{begin - data_start}",
+                expected=f"offset {end}",
+                actual=f"{entry.offset}",
             )
-        end = stop
+        end += entry.nbytes
+        tensors[name] = entry._replace(offset=data_start + entry.offset)
+    end += data_start
     if end != size:
         state = "is truncated" if size < end else "has bytes after its last tensor"
         raise wrong(state, expected=f"{end} bytes", actual=f"{size}", hint="fetch the file again")
-    return Header({name: tensors[name] for _, _, name in spans}, metadata, data_start, raw)
+    return Header(tensors, metadata, data_start, raw)
 
 
 def read_file_header(path: Path, shown: str, *, error: type[Sm70Error] = CheckpointError) -> Header:
@@ -133,24 +133,31 @@ def _pread(fd: int, offset: int, count: int) -> bytes:
     return os.pread(fd, count, offset)
 
 
-def _entry(fields: Any, data_start: int) -> tuple[Entry | None, str]:
-    """One header entry, or None and what is wrong with it."""
-    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
-        return None, "header entry is not exactly dtype, shape and data_offsets"
+def _compact(fields: dict[str, Any], shared: dict[Any, Any]) -> Any:
+    """A well-formed header entry as an Entry (offset from the data's start) of shared parts; anything else as it is."""
+    if set(fields) != {"dtype", "shape", "data_offsets"}:
+        return fields
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in BITS:
-        return None, f"unknown dtype {str(dtype)[:40]!r}"
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(_is_size(d) for d in shape):
-        return None, "shape is not a list of sizes"
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(o) for o in offsets):
-        return None, "data_offsets is not a pair of sizes"
-    bits = prod(shape) * BITS[dtype]
-    if bits % 8 or bits // 8 != offsets[1] - offsets[0]:
-        return (
-            None,
-            f"data_offsets span {offsets[1] - offsets[0]} bytes, but {dtype} {shape} takes {bits / 8:g}",
-        )
-    return Entry(dtype, tuple(shape), data_start + offsets[0], bits // 8), ""
+    if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
+        return fields
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in (*shape, *offsets)):
+        return fields
+    nbytes = offsets[1] - offsets[0]
+    key = (dtype, tuple(shape), nbytes)
+    dtype, dimensions, nbytes = shared.setdefault(key, key)
+    return Entry(dtype, dimensions, offsets[0], nbytes)
+
+
+def _wrong_entry(entry: Any) -> str:
+    """What is wrong with a header entry, or nothing."""
+    if not isinstance(entry, Entry):
+        return "header entry is not exactly a dtype, a shape of sizes and a pair of data_offsets"
+    if entry.dtype not in BITS:
+        return f"unknown dtype {entry.dtype[:40]!r}"
+    bits = prod(entry.shape) * BITS[entry.dtype]
+    if bits % 8 or bits // 8 != entry.nbytes:
+        return f"data_offsets span {entry.nbytes} bytes, but {entry.dtype} {list(entry.shape)} takes {bits / 8:g}"
+    return ""
 
 
 def _is_size(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from sm70_convert.errors import CheckpointError, Problem, Sm70Error
@@ -19,10 +20,19 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def load_object(data: bytes, file: str, *, error: type[Sm70Error] = CheckpointError) -> dict[str, Any]:
-    """`data` as one JSON object. Raises `error`, naming `file`, for anything else."""
+def load_object(
+    data: bytes,
+    file: str,
+    *,
+    error: type[Sm70Error] = CheckpointError,
+    compact: Callable[[dict[str, Any]], Any] = lambda value: value,
+) -> dict[str, Any]:
+    """`data` as one JSON object. Raises `error`, naming `file`, for anything else.
+
+    compact: what to keep of each object, applied while reading, so that a large document never stands whole in memory.
+    """
     try:
-        value = json.loads(data, object_pairs_hook=_no_duplicates)
+        value = json.loads(data, object_pairs_hook=lambda pairs: compact(_no_duplicates(pairs)))
     except (ValueError, RecursionError) as exc:
         reason = "nested too deeply" if isinstance(exc, RecursionError) else str(exc)
         raise error(Problem(f"not valid JSON: {reason}", file=file)) from None
