@@ -254,13 +254,15 @@ def fuse(made: Made, suffixes: Mapping[str, str], *, globals_shape: str = "[E]")
                 for expert in range(experts)
                 for projection in PROJECTIONS
             }
-            for name, projections in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            for name, targets in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+                projections: tuple[str, ...] = targets
                 first = one[0, projections[0]]
                 if first.shape:
                     shape: tuple[int, ...] = (experts, len(projections) * first.shape[0], *first.shape[1:])
                 else:
-                    projections = projections if globals_shape == "[E, 2]" else projections[:1]
-                    shape = (experts,) if globals_shape == "[E]" else (experts, len(projections))
+                    many = len(projections) if globals_shape == "[E, 2]" else 1
+                    shape = (experts,) if globals_shape == "[E]" else (experts, many)
+                    projections = projections[:many]
                 data = b"".join(one[expert, projection].data for expert in range(experts) for projection in projections)
                 made.add(f"{module}.{name}{suffix}", Tensor(first.dtype, shape, data))
         for expert in range(experts):

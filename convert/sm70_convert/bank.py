@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,7 +131,10 @@ def make_folder(folder: Path) -> None:
 
 
 class AtomicFile:
-    """A file that appears under its name only when it is whole: temporary file, then fsync, rename, fsync of the folder."""
+    """A file that appears under its name only when whole: temporary file, fsync, rename, fsync of the folder.
+
+    As a context it removes the temporary file unless commit() was reached.
+    """
 
     def __init__(self, root: Path, path: str) -> None:
         self.path = path
@@ -156,30 +159,46 @@ class AtomicFile:
         """Makes the file durable under its name; returns its size."""
         with writing(self.path):
             os.fsync(self._fd)
-            os.close(self._fd)
-            self._fd = -1
             self.temporary.rename(self.final)
             sync_folder(self.final.parent)
+        self._close()
         return self._size
 
     def discard(self) -> None:
         """Removes the temporary file; does nothing after commit."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self.temporary.unlink(missing_ok=True)
+            self._close()
+            with suppress(OSError):
+                self.temporary.unlink()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+    def __enter__(self) -> AtomicFile:  # noqa: PYI034 - typing.Self is younger than Python 3.10
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
 
 
 class BankWriter:
-    """Writes one safetensors file tensor by tensor, digesting on the way. Each tensor must be written in order of its bytes."""
+    """Writes one safetensors file tensor by tensor, digesting on the way. Each tensor's bytes must come in order.
+
+    As a context it removes the unfinished file unless commit() was reached.
+    """
 
     def __init__(self, root: Path, path: str, header: Header, new_digest: Callable[[], Digest]) -> None:
-        self._file = AtomicFile(root, path)
         self._header = header
         self._new = new_digest
         self._digests = {name: new_digest() for name in header.tensors}
         self._written = dict.fromkeys(header.tensors, 0)
-        self._file.write_at(0, header.raw)
+        self._file = AtomicFile(root, path)
+        try:
+            self._file.write_at(0, header.raw)
+        except BaseException:
+            self._file.discard()
+            raise
 
     def append(self, tensor: str, data: Any) -> None:
         """Adds the next bytes of `tensor` (any contiguous buffer)."""
@@ -198,19 +217,21 @@ class BankWriter:
         return FileRecord(self._file.path, size, digest, {n: d.hexdigest() for n, d in self._digests.items()})
 
     def discard(self) -> None:
-        """Removes the unfinished file."""
+        """Removes the unfinished file; does nothing after commit."""
         self._file.discard()
+
+    def __enter__(self) -> BankWriter:  # noqa: PYI034 - typing.Self is younger than Python 3.10
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
 
 
 def write_small(root: Path, path: str, data: bytes, new_digest: Callable[[], Digest]) -> FileRecord:
     """Writes one small file atomically."""
-    file = AtomicFile(root, path)
-    try:
+    with AtomicFile(root, path) as file:
         file.write_at(0, data)
         file.commit()
-    except BaseException:
-        file.discard()
-        raise
     digest = new_digest()
     digest.update(data)
     return FileRecord(path, len(data), digest.hexdigest(), {})

@@ -313,9 +313,9 @@ def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     for holder in (config, text if isinstance(text, dict) else {}):
         found = holder.get("quantization_config")
-        if found is not None:
-            if not isinstance(found, dict):
-                raise CheckpointError(Problem("quantization_config is not an object", file=CONFIG))
+        if found is not None and not isinstance(found, dict):
+            raise CheckpointError(Problem("quantization_config is not an object", file=CONFIG))
+        if found:
             return found
     for file, method in QUANTIZATION_FILES.items():
         if (folder / file).exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
     from sm70_convert.plan import Options
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_GLOBAL = ("-q", "--quiet", "-v", "--verbose", "--json", "--no-color", "--debug")
+_GLOBAL = re.compile(r"-[qv]+|--quiet|--verbose|--json|--no-color|--debug")
 
 
 class _DefaultCommand(click.Group):
     """A group whose first command runs when none is named, and whose --help shows that command's options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        count = next((i for i, a in enumerate(args) if a not in _GLOBAL), len(args))
+        count = next((i for i, a in enumerate(args) if not _GLOBAL.fullmatch(a)), len(args))
         rest = args[count:]
         if rest and rest[0] not in self.commands and rest[0] not in ("--help", "-h", "--version"):
             rest = ["convert", *rest]
@@ -157,7 +158,7 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
             with _signals():
                 function(console, **options)
         except KeyboardInterrupt:
-            _fail(console, Interrupted("interrupted", hint="run the same command again: it resumes"), debug)
+            _fail(console, Interrupted("interrupted"), debug)
         except Sm70Error as exc:
             _fail(console, exc, debug)
         except BrokenPipeError:
@@ -167,10 +168,10 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
         except (MemoryError, OSError, Exception) as exc:  # noqa: BLE001 - the last line: no traceback without --debug
             reason = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
             if isinstance(exc, MemoryError):
-                _fail(console, OutputError("out of memory", hint="use fewer --jobs"), debug)
+                _fail(console, OutputError(Problem("out of memory", hint="use fewer --jobs")), debug)
             _fail(
                 console,
-                Sm70Error(f"unexpected {reason}", hint="run again with --debug and report what it prints"),
+                Sm70Error(f"unexpected {reason}"),
                 debug,
             )
 
@@ -189,7 +190,7 @@ def _signals() -> Iterator[None]:
     """SIGTERM stops a run as Ctrl-C does, with its own exit code."""
 
     def terminate(_number: int, _frame: object) -> None:
-        raise Terminated("terminated", hint="run the same command again: it resumes")
+        raise Terminated("terminated")
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:
@@ -236,13 +237,14 @@ def convert(
     from sm70_convert.hub import resolve
     from sm70_convert.plan import build_plan
 
-    with resolve(model, revision) as checkpoint:
+    with resolve(model, revision, progress=console.shows_progress) as checkpoint:
         plan = build_plan(checkpoint, _plan_options(tp_sizes or (1,), **choices))
         # Only now the modules that need numpy: they take up the memory that the headers of a large checkpoint leave free.
         from sm70_convert.convert import run_plan
         from sm70_convert.describe import describe_plan, describe_summary
         from sm70_convert.estimate import check_room
         from sm70_convert.journal import refuse_overlap
+        from sm70_convert.passthrough import passthrough_bytes
 
         refuse_overlap(plan, out.resolve())
         check_room(plan, out, passthrough)
@@ -252,6 +254,7 @@ def convert(
             console.result(*describe_plan(console, plan, model, out, passthrough))
             return
         total = sum(layer.source_bytes for layer in plan.layers if layer.layer in plan.selected)
+        total += passthrough_bytes(plan, "copy") if plan.options.layers is None else 0
         with console.progress(total, len(plan.selected), "preparing") as (progress, layer_done):
             summary = run_plan(
                 plan,
@@ -306,7 +309,7 @@ def plan(
     from sm70_convert.hub import resolve
     from sm70_convert.plan import build_plan
 
-    with resolve(model, revision) as checkpoint:
+    with resolve(model, revision, progress=console.shows_progress) as checkpoint:
         decided = build_plan(checkpoint, _plan_options(tp_sizes, **choices))
         for warning in decided.warnings:
             console.warn(warning)
@@ -362,7 +365,7 @@ def verify(
     outcome.raise_if_any()
     if source is not None:
         with (
-            resolve(source, revision) as checkpoint,
+            resolve(source, revision, progress=console.shows_progress) as checkpoint,
             console.progress(total, len(manifest.layers), "preparing again") as (progress, _),
         ):
             outcome = verify_source(folder, checkpoint, sample=sample, rank=rank, progress=progress)

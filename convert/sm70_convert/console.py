@@ -46,6 +46,11 @@ class Console:
     color: bool | None = None
     started: float = field(default_factory=time.monotonic)
 
+    @property
+    def shows_progress(self) -> bool:
+        """Whether there is a terminal to draw a bar on, and somebody who wants one."""
+        return not (self.quiet or self.as_json) and sys.stderr.isatty()
+
     def result(self, document: dict[str, Any], rows: Sequence[tuple[str, str]], *, essential: bool = True) -> None:
         """Prints a command's outcome: `document` as JSON, or `rows` as a two-column table."""
         if self.as_json:
@@ -54,7 +59,7 @@ class Console:
             width = max((len(name) for name, _ in rows), default=0)
             for name, value in rows:
                 click.echo(
-                    f"{click.style(f'{name:<{width}}', bold=True)}  {printable(value)}".rstrip(),
+                    f"{click.style(f'{printable(name):<{width}}', bold=True)}  {printable(value)}".rstrip(),
                     color=self.color,
                 )
 
@@ -94,14 +99,13 @@ class Console:
         """A bar of bytes, rate and layers on stderr; silent off a terminal. Gives (bytes done, layer done)."""
         from tqdm import tqdm
 
-        silent = self.quiet or self.as_json or not sys.stderr.isatty()
         done = 0
         with tqdm(
             total=total_bytes,
             unit="B",
             unit_scale=True,
             desc=what,
-            disable=silent,
+            disable=not self.shows_progress,
             leave=False,
             dynamic_ncols=True,
         ) as bar:

@@ -16,13 +16,14 @@ import numpy as np
 from sm70_convert import names
 from sm70_convert.bank import HASHES, BankWriter, Digest, bank_spec, measure, write_small
 from sm70_convert.checkpoint import open_checkpoint
-from sm70_convert.errors import CheckpointError, IntegrityError, OutputError, Problem
+from sm70_convert.errors import CheckpointError, IntegrityError, OutputError, Problem, Sm70Error, UnsupportedError
 from sm70_convert.expert_tensors import LayerPlan
 from sm70_convert.experts import ExpertReader
 from sm70_convert.hub import resolve
 from sm70_convert.journal import (
     OpenFolder,
     close_journals,
+    journal_plan,
     open_folder,
     read_journals,
     sealing,
@@ -143,8 +144,7 @@ def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress
         done = {r.layer: r for journal in journals for r in journal.records}
         tp_sizes = tuple(journals[0].plan.get("tp_sizes", ()))
         identity = plan_identity(plan)
-        mtimes = {name: shard.mtime_ns for name, shard in sorted(plan.checkpoint.shards.items())}
-        expected = {**identity, "tp_sizes": list(tp_sizes), "mtimes": mtimes}
+        expected = journal_plan(plan, tp_sizes)
         for journal in journals:
             if field := difference(journal.plan, expected):
                 raise other_plan(f"sm70/{journal.path.name}", field)
@@ -184,45 +184,70 @@ def _prepare_layers(
     progress: Progress,
     layer_done: Progress,
 ) -> None:
-    """Prepares `layers` with one worker a layer; this thread syncs what they finish and writes the journal."""
+    """Prepares `layers` with one worker a layer; this thread syncs what they finish and writes the journal.
+
+    What is wrong with the values of one layer stops the run, but layers that others are at are finished and kept.
+    """
     stop = threading.Event()
     waiting = iter(layers)
     kernels: list[NumpyKernel] = []
 
-    def work(layer: LayerPlan) -> _FinishedLayer:
+    def work(layer: LayerPlan) -> _FinishedLayer | _RefusedLayer:
         try:
             kernel = kernels.pop()
         except IndexError:
             kernel = NumpyKernel()
-        result = _prepare_layer(plan, folder, layer, kernel, stop, allow_nonfinite, progress)
-        kernels.append(kernel)
-        return result
+        try:
+            return _prepare_layer(plan, folder, layer, kernel, stop, allow_nonfinite, progress)
+        except (CheckpointError, UnsupportedError) as exc:
+            return _RefusedLayer(layer.layer, exc)
+        finally:
+            kernels.append(kernel)
 
     with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="layer") as pool:
-        running: set[Future[_FinishedLayer]] = set()
+        running: set[Future[_FinishedLayer | _RefusedLayer]] = set()
         try:
             # One more than the workers, so that none waits while this thread syncs.
             while len(running) <= jobs and (layer := next(waiting, None)):
                 running.add(pool.submit(work, layer))
+            refused: dict[int, Sm70Error] = {}
             while running:
-                finished, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    record = future.result().commit()
-                    folder.record(record)
-                    layer_done(record.layer)
-                    if layer := next(waiting, None):
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    result = future.result()
+                    if isinstance(result, _RefusedLayer):
+                        refused[result.layer] = result.error
+                    else:
+                        record = result.commit()
+                        folder.record(record)
+                        layer_done(record.layer)
+                    running.discard(future)
+                    if not refused and (layer := next(waiting, None)):
                         running.add(pool.submit(work, layer))
+            if refused:
+                raise refused[min(refused)]
         except BaseException:
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             for future in running:
-                if future.done() and not future.cancelled() and future.exception() is None:
-                    future.result().discard()
+                if (
+                    not future.cancelled()
+                    and future.exception() is None
+                    and isinstance(done := future.result(), _FinishedLayer)
+                ):
+                    done.discard()
             raise
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error: another layer failed first
     """A worker gives up because the run has failed elsewhere."""
+
+
+@dataclass(frozen=True)
+class _RefusedLayer:
+    """A layer whose values cannot be prepared."""
+
+    layer: int
+    error: Sm70Error
 
 
 @dataclass(frozen=True)
@@ -327,7 +352,7 @@ def _seal(
             before = sealed.layers[layer]
             for old, now in zip(before.sources, record.sources, strict=True):
                 if old != now:
-                    raise CheckpointError(
+                    raise OutputError(
                         Problem(
                             "differs from what this folder was made of",
                             now.name,
@@ -365,4 +390,10 @@ def _sums(root: Path, manifest: Manifest, data: bytes) -> bytes:
     """SHA256SUMS: a plain digest of every file, as sha256sum -c reads it."""
     lines = {path: measure(root / path, path, HASHES["sha256"], plain=True).digest for path in manifest.files}
     lines[MANIFEST] = hashlib.sha256(data).hexdigest()
-    return "".join(f"{digest}  {path}\n" for path, digest in sorted(lines.items())).encode()
+    return "".join(_sum_line(path, digest) for path, digest in sorted(lines.items())).encode()
+
+
+def _sum_line(path: str, digest: str) -> str:
+    """One line; sha256sum marks a name that it had to escape by a backslash in front."""
+    escaped = path.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return f"{chr(92) if escaped != path else ''}{digest}  {escaped}\n"

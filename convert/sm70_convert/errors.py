@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 SHOWN_PROBLEMS = 10
@@ -41,13 +41,18 @@ class Problem:
 
 
 class Sm70Error(Exception):
-    """A failure with an exit code. `problems` are all that were found; `total` counts also those not kept."""
+    """A failure with an exit code. `problems` are all that were found; `total` counts also those not kept.
+
+    next_step: what to do about a problem that brings no hint of its own.
+    """
 
     exit_code: ClassVar[int] = 1
     kind: ClassVar[str] = "bug"
+    next_step: ClassVar[str] = "run again with --debug and report what it prints"
 
-    def __init__(self, *problems: Problem | str, hint: str | None = None, total: int | None = None) -> None:
-        self.problems = tuple(p if isinstance(p, Problem) else Problem(p, hint=hint) for p in problems)
+    def __init__(self, *problems: Problem | str, total: int | None = None) -> None:
+        given = (p if isinstance(p, Problem) else Problem(p) for p in problems)
+        self.problems = tuple(p if p.hint else replace(p, hint=self.next_step) for p in given)
         self.total = len(self.problems) if total is None else total
         super().__init__("; ".join(str(p) for p in self.problems))
 
@@ -71,6 +76,7 @@ class UsageError(Sm70Error):
 
     exit_code = 2
     kind = "usage"
+    next_step = "see sm70-convert --help"
 
 
 class CheckpointError(Sm70Error):
@@ -78,6 +84,7 @@ class CheckpointError(Sm70Error):
 
     exit_code = 3
     kind = "checkpoint"
+    next_step = "fetch or export the checkpoint again"
 
 
 class UnsupportedError(Sm70Error):
@@ -85,6 +92,7 @@ class UnsupportedError(Sm70Error):
 
     exit_code = 4
     kind = "unsupported"
+    next_step = "see which checkpoints can be prepared: sm70-convert plan MODEL, and the README"
 
 
 class OutputError(Sm70Error):
@@ -92,6 +100,7 @@ class OutputError(Sm70Error):
 
     exit_code = 5
     kind = "output"
+    next_step = "give another --out"
 
 
 class IntegrityError(Sm70Error):
@@ -99,6 +108,7 @@ class IntegrityError(Sm70Error):
 
     exit_code = 6
     kind = "integrity"
+    next_step = "restore the folder from a good copy, or convert again"
 
 
 class DeviceError(Sm70Error):
@@ -106,6 +116,7 @@ class DeviceError(Sm70Error):
 
     exit_code = 7
     kind = "device"
+    next_step = "use --device cpu"
 
 
 class Interrupted(Sm70Error):  # noqa: N818 - stopped on purpose
@@ -113,6 +124,7 @@ class Interrupted(Sm70Error):  # noqa: N818 - stopped on purpose
 
     exit_code = 130
     kind = "interrupted"
+    next_step = "run the same command again: it resumes"
 
 
 class Terminated(Sm70Error):  # noqa: N818 - stopped on purpose
@@ -120,6 +132,7 @@ class Terminated(Sm70Error):  # noqa: N818 - stopped on purpose
 
     exit_code = 143
     kind = "terminated"
+    next_step = "run the same command again: it resumes"
 
 
 class Problems:

@@ -137,7 +137,7 @@ class LayerPlanner:
             for kind, at in sorted(parts.items())
             if kind[1] in self.source.ignored
         ]
-        absent = self._reject_missing_experts(parts) | plain
+        absent = self._reject_missing_experts(parts, plain) | plain
         sources = []
         for projection in names.PROJECTIONS:
             k, n = (self.moe.hidden, self.moe.intermediate)
@@ -234,10 +234,10 @@ class LayerPlanner:
                 del parts[projection, part]
         return good
 
-    def _reject_missing_experts(self, parts: Parts) -> set[int]:
+    def _reject_missing_experts(self, parts: Parts, plain: set[int]) -> set[int]:
         """Experts without any tensor, and expert numbers beyond the config's; returns the missing ones."""
         present = {e for at in parts.values() for e in at if e is not None}
-        missing = set(range(self.moe.experts)) - present
+        missing = set(range(self.moe.experts)) - present - plain
         for expert in sorted(missing):
             self.problems.add(
                 CheckpointError,
@@ -276,9 +276,10 @@ class LayerPlanner:
                 good = False
                 continue
             ref = at[expert]
-            first = first or ref
-            if ref.dtype not in wanted.dtypes or ref.dtype != first.dtype:
-                expected = first.dtype if first.dtype in wanted.dtypes else " or ".join(wanted.dtypes)
+            if ref.dtype in wanted.dtypes:
+                first = first or ref
+            if first is None or ref.dtype != first.dtype:
+                expected = first.dtype if first else " or ".join(wanted.dtypes)
                 self.problems.add(
                     CheckpointError,
                     Problem("has the wrong dtype", ref.name, ref.file, expected=expected, actual=ref.dtype),
@@ -313,5 +314,5 @@ class LayerPlanner:
                 continue
             for ref in at.values():
                 hint = "act-order checkpoints cannot be prepared" if part == "g_idx" else None
-                what = f"is no part of a {self.source.name} expert that can be prepared"
+                what = f"is no part of an expert in {self.source.name} that can be prepared"
                 self.problems.add(UnsupportedError, Problem(what, ref.name, ref.file, hint=hint))

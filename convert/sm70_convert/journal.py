@@ -177,8 +177,17 @@ def _decide(plan: Plan, root: Path) -> OpenFolder:
     if sealed and all(set(j.plan["tp_sizes"]) <= set(sealed.tp_sizes) for j in read_journals(root)):
         close_journals(root)  # a run that was stopped between its seal and this
     todo = tuple(t for t in sorted(plan.tp_sizes) if sealed is None or t not in sealed.tp_sizes)
-    mtimes = {name: shard.mtime_ns for name, shard in sorted(plan.checkpoint.shards.items())}
-    return OpenFolder(root, {**identity, "tp_sizes": list(todo), "mtimes": mtimes}, sealed, todo)
+    return OpenFolder(root, journal_plan(plan, todo), sealed, todo)
+
+
+def journal_plan(plan: Plan, tp_sizes: tuple[int, ...]) -> dict[str, Any]:
+    """What the journals of one run's parts must agree on: the identity, the TP sizes, and that no shard was touched since.
+
+    A hub snapshot is held by its commit instead of times, which differ from cache to cache.
+    """
+    local = plan.checkpoint.repo is None
+    mtimes = {name: shard.mtime_ns for name, shard in sorted(plan.checkpoint.shards.items())} if local else {}
+    return {**plan_identity(plan), "tp_sizes": list(tp_sizes), "mtimes": mtimes}
 
 
 @contextmanager
@@ -273,9 +282,12 @@ def _remove_ours(root: Path) -> None:
                 hint="give another --out",
             )
         ) from exc
-    parents = {p for path in paths for p in Path(path).parents}
-    if any((root / p).is_symlink() for p in parents):
-        raise OutputError(Problem("holds a symlink to a folder where ours is expected", file=str(root)))
+    foreign = sorted(set(_files(root)) - {*paths, MANIFEST} - {n for n in _files(root) if _is_own_state(n)})
+    if foreign:
+        message = f"holds files that this tool did not write: {', '.join(foreign[:5])}"
+        raise OutputError(
+            Problem(message, file=str(root), hint="move them away, or give another --out; nothing was removed")
+        )
     with writing(str(root)):
         # The manifest first: from here on the folder is not loadable.
         for path in (MANIFEST, *sorted(paths)):
@@ -288,15 +300,21 @@ def _remove_ours(root: Path) -> None:
             folder.rmdir()
         for folder in (p for p in root.glob("sm70/tp*") if not any(p.iterdir())):
             folder.rmdir()
-    rest = sorted(p.name for p in root.iterdir() if p.name != "sm70" and not (p.is_dir() and not p.is_symlink()))
-    if rest:
-        raise OutputError(
-            Problem(
-                f"holds files that this tool did not write: {', '.join(rest[:5])}",
-                file=str(root),
-                hint="give another --out",
-            )
-        )
+
+
+def _files(root: Path) -> Iterator[str]:
+    """Everything in the folder that is no real folder, as relative paths."""
+    for folder, folders, files in os.walk(root):
+        links = [f for f in folders if (Path(folder) / f).is_symlink()]
+        for name in (*files, *links):
+            yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def _is_own_state(path: str) -> bool:
+    """Whether `path` is a journal, a lock or a temporary file of ours."""
+    name = Path(path).name
+    in_state = Path(path).parent == Path("sm70")
+    return (name.startswith(".") and name.endswith(TEMPORARY)) or (in_state and _OUR_NAMES.fullmatch(name) is not None)
 
 
 def temporary_files(root: Path) -> Iterator[Path]:

@@ -65,9 +65,10 @@ def write_passthrough(plan: Plan, root: Path, mode: str, on_bytes: Callable[[int
         _copy(plan.checkpoint.folder / name, root, name, on_bytes)
         yield measure(root / name, name, new)
     sentinel = build_header([(SENTINEL_TENSOR, "U8", (1,))], {"format": "pt"})
-    writer = BankWriter(root, SENTINEL, sentinel, new)
-    writer.append(SENTINEL_TENSOR, b"\0")
-    yield writer.commit()
+    with BankWriter(root, SENTINEL, sentinel, new) as writer:
+        writer.append(SENTINEL_TENSOR, b"\0")
+        record = writer.commit()
+    yield record
     yield write_small(root, INDEX, index_bytes(plan), new)
     yield write_small(root, CONFIG, config_bytes(plan), new)
 
@@ -98,10 +99,9 @@ def _rewrite(plan: Plan, root: Path, shard: PassthroughShard, on_bytes: Callable
     """A shard with only what passes through, in the source's order."""
     refs = [plan.checkpoint.refs[t] for t in shard.tensors]
     header = build_header([(r.name, r.dtype, r.shape) for r in refs], {"format": "pt"})
-    writer = BankWriter(root, shard.name, header, HASHES[plan.options.hash])
     buffer = memoryview(bytearray(CHUNK))
-    try:
-        source = plan.checkpoint.shards[shard.name]
+    source = plan.checkpoint.shards[shard.name]
+    with BankWriter(root, shard.name, header, HASHES[plan.options.hash]) as writer:
         for ref in refs:
             for start in range(0, ref.nbytes, CHUNK):
                 piece = buffer[: min(CHUNK, ref.nbytes - start)]
@@ -109,25 +109,17 @@ def _rewrite(plan: Plan, root: Path, shard: PassthroughShard, on_bytes: Callable
                 writer.append(ref.name, piece)
                 on_bytes(len(piece))
         return writer.commit()
-    except BaseException:
-        writer.discard()
-        raise
 
 
 def _copy(source: Path, root: Path, name: str, on_bytes: Callable[[int], object]) -> None:
     """Copies the file behind `source`, as bytes."""
-    with os.fdopen(open_regular(source, name), "rb", buffering=0) as file:
-        target = AtomicFile(root, name)
-        try:
-            offset = 0
-            while piece := file.read(CHUNK):
-                target.write_at(offset, piece)
-                offset += len(piece)
-                on_bytes(len(piece))
-            target.commit()
-        except BaseException:
-            target.discard()
-            raise
+    with os.fdopen(open_regular(source, name), "rb", buffering=0) as file, AtomicFile(root, name) as target:
+        offset = 0
+        while piece := file.read(CHUNK):
+            target.write_at(offset, piece)
+            offset += len(piece)
+            on_bytes(len(piece))
+        target.commit()
 
 
 def _link(plan: Plan, root: Path, name: str, mode: str) -> None:

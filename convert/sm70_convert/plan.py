@@ -106,6 +106,8 @@ def build_plan(checkpoint: Checkpoint, options: Options) -> Plan:
             findings.append(Finding("layer is not quantised and passes through", experts.module, 1, layer))
         elif planned := LayerPlanner(experts, checkpoint.refs, source, spec, moe, problems).plan():
             layers.append(planned)
+            if problems:
+                continue
             for name in banked_names([planned]) | dropped_names([planned]):
                 del checkpoint.refs[name]
     moe = MoeShape(tuple(p.layer for p in layers), moe.experts, moe.hidden, moe.intermediate, moe.top_k)
@@ -247,6 +249,9 @@ def _is_plain(checkpoint: Checkpoint, experts: FoundExperts, source: SourceForma
     tensors = [checkpoint.refs[name] for at in experts.parts.values() for name in at.values()]
     quantised = any(part != "weight" for _, part in experts.parts) or any(ref.dtype not in FLOATS for ref in tensors)
     excluded = is_excluded(checkpoint.quantization, experts.module)
+    if not quantised and not excluded:
+        # Some exporters list each linear layer instead of the module that holds them.
+        excluded = all(is_excluded(checkpoint.quantization, ref.name.rpartition(".")[0]) for ref in tensors)
     if quantised != excluded:
         return excluded
     if excluded:
@@ -319,6 +324,9 @@ def _check_extras(checkpoint: Checkpoint, problems: Problems) -> None:
     if len(checkpoint.extras) > MAX_EXTRAS:
         problems.add(CheckpointError, Problem(f"holds more than {MAX_EXTRAS} other files", file=str(checkpoint.folder)))
     for name in checkpoint.extras:
+        if any("\ud800" <= c <= "\udfff" for c in name):
+            message = "has a name that is not UTF-8, which a manifest cannot hold"
+            problems.add(CheckpointError, Problem(message, file=name, hint="rename or move the file, then run again"))
         if name.split("/")[0] in _OURS:
             problems.add(
                 CheckpointError,

@@ -154,6 +154,8 @@ def _wrong_entry(entry: Any) -> str:
         return "header entry is not exactly a dtype, a shape of sizes and a pair of data_offsets"
     if entry.dtype not in BITS:
         return f"unknown dtype {entry.dtype[:40]!r}"
+    if prod(d or 1 for d in entry.shape) >> 60:
+        return f"{entry.dtype} {list(entry.shape)} is too large for any file"
     bits = prod(entry.shape) * BITS[entry.dtype]
     if bits % 8 or bits // 8 != entry.nbytes:
         return f"data_offsets span {entry.nbytes} bytes, but {entry.dtype} {list(entry.shape)} takes {bits / 8:g}"

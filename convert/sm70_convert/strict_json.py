@@ -32,7 +32,14 @@ def load_object(
     compact: what to keep of each object, applied while reading, so that a large document never stands whole in memory.
     """
     try:
-        value = json.loads(data, object_pairs_hook=lambda pairs: compact(_no_duplicates(pairs)))
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=lambda pairs: compact(_no_duplicates(pairs)),
+            # Other readers take -0 for a float; only where it can occur, since a function here is slow.
+            parse_int=(lambda text: -0.0 if text == "-0" else int(text)) if b"-0" in data else None,
+        )
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded
     except (ValueError, RecursionError) as exc:
         reason = "nested too deeply" if isinstance(exc, RecursionError) else str(exc)
         raise error(Problem(f"not valid JSON: {reason}", file=file)) from None

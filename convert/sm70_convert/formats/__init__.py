@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from sm70_convert.errors import CheckpointError, Problem
 from sm70_convert.layout import QuantizationSpec
 
 if TYPE_CHECKING:
@@ -56,18 +57,25 @@ class SourceFormat:
 def is_excluded(quantization: Mapping[str, Any], module: str) -> bool:
     """Whether the config's exclude list keeps `module` (such as model.layers.3.mlp.experts) unquantised.
 
-    AWQ lists substrings; ModelOpt exact names of modules or of what contains them, and globs.
+    AWQ lists substrings; ModelOpt exact names of modules or of what contains them, and globs. Raises CheckpointError if the
+    list is none.
     """
+    if any(name and name in module for name in _exclude_list(quantization, "modules_to_not_convert")):
+        return True
     nested = quantization.get("quantization")
-    for name in quantization.get("modules_to_not_convert") or ():
-        if isinstance(name, str) and name and name in module:
-            return True
-    for name in (
-        quantization.get("ignore") or (nested.get("exclude_modules") if isinstance(nested, dict) else None) or ()
-    ):
-        if isinstance(name, str) and (fnmatchcase(module, name) or module.startswith(f"{name}.")):
-            return True
-    return False
+    fields = nested if isinstance(nested, dict) else quantization
+    listed = _exclude_list(quantization, "ignore") + _exclude_list(fields, "exclude_modules")
+    return any(fnmatchcase(module, name.removesuffix(".*")) or module.startswith(f"{name}.") for name in listed)
+
+
+def _exclude_list(fields: Mapping[str, Any], key: str) -> list[str]:
+    value = fields.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        what = f"{key} of quantization_config is not a list"
+        raise CheckpointError(Problem(what, file="config.json", expected="a list", actual=repr(value)[:100]))
+    return [name for name in value if isinstance(name, str)]
 
 
 def source_format(name: str) -> SourceFormat:

@@ -108,7 +108,7 @@ def check_scales(p: Projection) -> ScaleReport:
     scale, zero = float(scales[group, column]), int(zeros[group, column])
     what = f"scale {scale:g} times zero point {zero}" if np.isfinite(scale) else f"scale {scale:g}"
     state = "overflows fp16" if np.isfinite(scale) else "is not finite in fp16"
-    return ScaleReport(f"{what} {state} at group {group}, column {column} ({len(bad)} such values)", notes)
+    return ScaleReport(f"{what} {state} at group {group}, column {column} ({len(bad)} in all)", notes)
 
 
 FORMAT = SourceFormat(

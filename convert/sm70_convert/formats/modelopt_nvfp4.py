@@ -126,7 +126,7 @@ def check_scales(p: Projection) -> ScaleReport:
         what = f"global scale is {float(p.global_scale):g}"
     else:
         what = f"block scale code 0x{code:02x} times global scale {float(p.global_scale):g} overflows fp16"
-    return ScaleReport(f"{what} at row {row}, group {group} ({len(bad)} such values)", tuple(notes))
+    return ScaleReport(f"{what} at row {row}, group {group} ({len(bad)} in all)", tuple(notes))
 
 
 FORMAT = SourceFormat(
