@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -90,7 +91,7 @@ def read_header(
     if raw[8:9] != b"{":
         raise wrong("is not a safetensors file: its header does not start with '{'")
     shared: dict[Any, Any] = {}
-    document = load_object(raw[8:], file, error=error, compact=lambda fields: _compact(fields, shared))
+    document = load_object(raw[8:], file, error=error, compact=lambda fields: _compact(fields, data_start, shared))
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise wrong("header's __metadata__ is not a map of strings")
@@ -99,21 +100,20 @@ def read_header(
             raise wrong(f"a tensor name has {len(name)} characters, not 1 to {MAX_NAME}")
         if reason := _wrong_entry(fields):
             raise wrong(reason, tensor=name)
-    tensors: dict[str, Entry] = dict(
-        sorted(document.items(), key=lambda item: (item[1].offset, item[1].nbytes, item[0]))
-    )
-    end = 0
+    tensors: dict[str, Entry] = document
+    offsets = array("q", (entry.offset for entry in tensors.values()))
+    if any(offsets[i] > offsets[i + 1] for i in range(len(offsets) - 1)):
+        tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
+    end = data_start
     for name, entry in tensors.items():
         if entry.offset != end:
             raise wrong(
                 "data overlaps another tensor's or leaves a gap",
                 tensor=name,
-                expected=f"offset {end}",
-                actual=f"{entry.offset}",
+                expected=f"offset {end - data_start}",
+                actual=f"{entry.offset - data_start}",
             )
         end += entry.nbytes
-        tensors[name] = entry._replace(offset=data_start + entry.offset)
-    end += data_start
     if end != size:
         state = "is truncated" if size < end else "has bytes after its last tensor"
         raise wrong(state, expected=f"{end} bytes", actual=f"{size}", hint="fetch the file again")
@@ -133,8 +133,8 @@ def _pread(fd: int, offset: int, count: int) -> bytes:
     return os.pread(fd, count, offset)
 
 
-def _compact(fields: dict[str, Any], shared: dict[Any, Any]) -> Any:
-    """A well-formed header entry as an Entry (offset from the data's start) of shared parts; anything else as it is."""
+def _compact(fields: dict[str, Any], data_start: int, shared: dict[Any, Any]) -> Any:
+    """A well-formed header entry as an Entry of shared parts; anything else as it is."""
     if set(fields) != {"dtype", "shape", "data_offsets"}:
         return fields
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -145,7 +145,7 @@ def _compact(fields: dict[str, Any], shared: dict[Any, Any]) -> Any:
     nbytes = offsets[1] - offsets[0]
     key = (dtype, tuple(shape), nbytes)
     dtype, dimensions, nbytes = shared.setdefault(key, key)
-    return Entry(dtype, dimensions, offsets[0], nbytes)
+    return Entry(dtype, dimensions, data_start + offsets[0], nbytes)
 
 
 def _wrong_entry(entry: Any) -> str:
