@@ -327,6 +327,13 @@ def plan(
 )
 @click.option("--sample", type=click.IntRange(1), metavar="K", help="With --source: only K experts a layer.")
 @click.option("--revision", metavar="REV", help="Of --source, for a hub id.")
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="PATH",
+    help="Compare with what a runtime recorded (--load-format sm70_record), or with another prepared folder; repeat for several.",
+)
 @click.option("--rank", type=click.IntRange(0), metavar="R", help="Only the banks of this rank.")
 @click.option("--quick", is_flag=True, help="Sizes and presence only.")
 @_jobs_option
@@ -337,18 +344,22 @@ def verify(
     source: str | None,
     sample: int | None,
     revision: str | None,
+    against: tuple[Path, ...],
     rank: int | None,
     quick: bool,
     jobs: int,
 ) -> None:
-    """Check a prepared folder against its manifest, and against its source."""
+    """Check a prepared folder against its manifest, its source, and what a runtime prepared."""
     if source is None and (sample is not None or revision is not None):
         raise UsageError(Problem("--sample and --revision go with --source"))
     if source is not None and quick:
         raise UsageError(Problem("--quick and --source exclude each other"))
+    from dataclasses import replace
+
     from sm70_convert.describe import describe_verification
     from sm70_convert.hub import resolve
     from sm70_convert.manifest import read_manifest
+    from sm70_convert.recorded import compare_recorded
     from sm70_convert.verify import verify_folder, verify_source
 
     manifest = read_manifest(folder)
@@ -365,6 +376,8 @@ def verify(
         ):
             outcome = verify_source(folder, checkpoint, sample=sample, rank=rank, progress=progress)
         outcome.raise_if_any()
+    if against:
+        outcome = replace(outcome, against=compare_recorded(manifest, against, rank=rank))
     console.result(*describe_verification(folder, outcome), essential=False)
 
 
