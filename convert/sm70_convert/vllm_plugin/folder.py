@@ -16,10 +16,11 @@ import torch
 
 from sm70_convert import names
 from sm70_convert.bank import FORMAT_VERSION, HASHES, BankSpec, FileRecord, bank_spec
-from sm70_convert.checkpoint import CONFIG, read_small
+from sm70_convert.checkpoint import CONFIG, INDEX, parse_index, read_small
 from sm70_convert.errors import CheckpointError, IntegrityError, Problem, Sm70Error, UnsupportedError
-from sm70_convert.layout import Layout, MoeShape
+from sm70_convert.layout import Layout, MoeShape, bank_tensors
 from sm70_convert.manifest import MANIFEST, Manifest, read_manifest
+from sm70_convert.passthrough import SENTINEL_TENSOR
 from sm70_convert.safetensors_header import Header, read_file_header
 from sm70_convert.strict_json import load_object
 from sm70_convert.verify import manifest_moe
@@ -37,6 +38,7 @@ class LoadReport:
     bytes: int = 0
     seconds: float = 0.0
     layers: set[int] = field(default_factory=set)
+    rank: int = 0
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -90,6 +92,37 @@ class PreparedFolder:
         """The prepared layer of a module such as `model.layers.3.mlp.experts`; None if it has no bank (an MTP drafter's)."""
         layer = names.layer_inside_experts(f"{module}.")
         return layer if layer in self.manifest.layers else None
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """The names of a bank's tensors."""
+        return tuple(t.name for t in bank_tensors(self.layout, self.moe, self.manifest.tp_sizes[0]))
+
+    def unlisted(self) -> set[str]:
+        """Tensors of the shards that must not be loaded: the sentinel, and what the index does not list."""
+        weight_map = parse_index(read_small(self.root / INDEX, INDEX))
+        found = {SENTINEL_TENSOR}
+        for shard in set(weight_map.values()):
+            header = read_file_header(self.root / shard, shard, error=IntegrityError)
+            found.update(name for name in header.tensors if name not in weight_map)
+        return found
+
+    def check_passthrough(self) -> None:
+        """Raises IntegrityError unless every file besides the banks has the size that the manifest says."""
+        for record in self.manifest.passthrough:
+            path = self.root / record.path
+            size = path.stat().st_size if path.is_file() else None
+            if size != record.bytes:
+                what = "is missing" if size is None else "is truncated" if size < record.bytes else "has the wrong size"
+                raise IntegrityError(
+                    Problem(
+                        what,
+                        file=record.path,
+                        expected=f"{record.bytes} bytes",
+                        actual="none" if size is None else str(size),
+                        hint="copy it again from a good folder, or convert again",
+                    )
+                )
 
     def check_tp_size(self, tp_size: int) -> None:
         """Raises UnsupportedError unless banks for `tp_size` ranks are here."""
@@ -200,6 +233,7 @@ class PreparedFolder:
         count = sum(e.nbytes for e in bank.header.tensors.values())
         self.report.bytes += count
         self.report.layers.add(layer)
+        self.report.rank = rank
         self.report.seconds += time.perf_counter() - start
         return count
 
