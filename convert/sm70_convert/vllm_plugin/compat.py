@@ -71,3 +71,24 @@ def is_drafter(model_config: Any) -> bool:
 def stage_layers(vllm_config: Any, model_config: Any) -> range:
     """The decoder layers of this pipeline stage."""
     return range(*model_config.get_layers_start_end_indices(vllm_config.parallel_config))
+
+
+def interleaved(layer: Any) -> bool | None:
+    """Whether an SM70 method interleaved gate and up in a layer's w13; None if the layer does not say."""
+    for name in ("sm70_awq_moe_w13_interleaved", "sm70_nvfp4_qwen38_fused_swiglu_prefill"):
+        if hasattr(layer, name):
+            return bool(getattr(layer, name))
+    return None
+
+
+def q_ld(layer: Any) -> int | None:
+    """The leading dimension of a prepared layer's w13 scales; None where the method does not keep it (NVFP4)."""
+    return getattr(layer, "sm70_w13_q_ld", None)
+
+
+def stage(vllm_config: Any) -> int | None:
+    """This process's place in the pipeline, or None without pipeline parallelism."""
+    parallel_config = vllm_config.parallel_config
+    if parallel_config.pipeline_parallel_size == 1:
+        return None
+    return int(parallel_config.rank // parallel_config.tensor_parallel_size % parallel_config.pipeline_parallel_size)
