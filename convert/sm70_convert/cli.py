@@ -409,12 +409,42 @@ def seal(console: Console, folder: Path, source: str | None, passthrough: str) -
 
 
 @main.command()
+@click.option(
+    "--check",
+    "folder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Would the runtime of this environment take this prepared folder? Run it before a start of minutes.",
+)
+@click.option("--tp-size", type=click.IntRange(1, 1024), help="With --check: this TP size alone.")
+@click.option(
+    "--acceptance",
+    is_flag=True,
+    help="Print a shell script that proves, on V100s, a folder equal to a start from its checkpoint.",
+)
 @_command
-def env(console: Console) -> None:
-    """Show versions, devices and kernels found."""
+def env(console: Console, folder: Path | None, tp_size: int | None, acceptance: bool) -> None:
+    """Show versions, devices and kernels found; check a prepared folder for this environment."""
+    if folder is None and tp_size is not None:
+        raise UsageError(Problem("--tp-size goes with --check"))
+    if acceptance:
+        if folder is not None or console.as_json:
+            raise UsageError(Problem("--acceptance prints a script, and goes with neither --check nor --json"))
+        from sm70_convert.acceptance import acceptance_script
+
+        console.text(acceptance_script())
+        return
     from sm70_convert.environment import describe_environment
 
     document, rows = describe_environment()
+    if folder is not None:
+        from sm70_convert.runtime_check import check_folder
+
+        taken = check_folder(folder, tp_size=tp_size)
+        for warning in taken.warnings:
+            console.warn(warning)
+        document["check"] = taken.as_json()
+        rows += taken.rows()
     console.result(document, rows)
 
 
