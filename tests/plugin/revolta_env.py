@@ -73,8 +73,8 @@ def _fetch(cache: Path) -> None:
 
 
 @functools.cache
-def run_contract(tree: Path, work: Path, *cases: str) -> dict[str, Any]:
-    """Runs cases of sm70_contract.py over one tree; gives its report, case by case."""
+def run_contract(tree: Path, work: Path, *cases: str, script: str = "sm70_contract.py") -> dict[str, Any]:
+    """Runs cases of a contract script over one tree; gives its report, case by case."""
     python = os.environ.get("SM70_RUNTIME_PYTHON", sys.executable)
     path = [
         str(tree),
@@ -91,8 +91,8 @@ def run_contract(tree: Path, work: Path, *cases: str) -> dict[str, Any]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    script = [python, str(HERE / "sm70_contract.py"), str(work), *cases]
-    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=900)
+    command = [python, str(HERE / script), str(work), *cases]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     report = work / "report.json"
     if not report.exists():
         if done.returncode == NO_RUNTIME:

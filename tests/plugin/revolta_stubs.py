@@ -6,8 +6,12 @@ built over.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor
@@ -35,6 +39,10 @@ _PRESENT = {
         "nvfp4_moe_qpn_raw_scale_sm70_out",
         "nvfp4_moe_qpn_raw_w13_swiglu_batch_sm70_out",
         "nvfp4_moe_qpn_raw_w2_reduce_sm70_out",
+        "nvfp4_grouped_w13_sm70_out",
+        "nvfp4_grouped_w2_sm70_out",
+        "nvfp4_grouped_w2_batch_reduce_sm70_out",
+        "nvfp4_raw_grouped_decode_sm70_out",
         "nvfp4_qwen38_w2_direct_reduce_out",
         "nvfp4_qwen38_w13_fused_swiglu_out",
     ),
@@ -45,11 +53,14 @@ _LIBRARIES: list[torch.library.Library] = []
 
 def install() -> None:
     """Must run before the runtime's modules are imported."""
+    if find_spec("cuda") is None:
+        sys.modules |= {name: MagicMock() for name in ("cuda", "cuda.bindings", "cuda.bindings.driver")}
     import vllm.platforms as platforms
     from vllm.platforms.cpu import CpuPlatform
 
     platforms._current_platform = CpuPlatform()
     torch.accelerator.empty_cache = lambda: None
+    torch.accelerator.current_device_index = lambda: 0
     native, moe = torch.library.Library("_C", "FRAGMENT"), torch.library.Library("_moe_C", "FRAGMENT")
     _LIBRARIES.extend((native, moe))
     for library, names in ((native, _PRESENT["_C"]), (moe, _PRESENT["_moe_C"])):
@@ -65,6 +76,13 @@ def install() -> None:
     _define(native, "awq_moe_build_strided_ptrs", pointers, _pointers)
     _define(native, "nvfp4_expand_raw_scales_sm70_out", expand, _expand)
     _define(moe, "moe_permute_sort_workspace_size", "(int slots, int experts) -> int", lambda slots, experts: 64)
+
+
+def place(rank: int, size: int) -> None:
+    """Makes this process one of `size` ranks, for what asks the runtime's own tensor-parallel group."""
+    import vllm.distributed.parallel_state as state
+
+    state._TP = SimpleNamespace(rank_in_group=rank, world_size=size)
 
 
 def _define(library: torch.library.Library, name: str, schema: str, function: Any) -> None:

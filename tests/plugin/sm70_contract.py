@@ -58,6 +58,12 @@ if nvfp4_module is not None:
     nvfp4_module._SUPPORTED_CONTRACTS.add((128, 128, 4, 2))
 
 
+METHODS_OF = {
+    "awq": (awq_module, "AWQSM70MoEMethod"),
+    "nvfp4": (nvfp4_module, "ModelOptNvFp4SM70MoEMethod"),
+}
+
+
 @contextmanager
 def flags(values: Mapping[str, str]) -> Iterator[None]:
     """Environment settings, as a user would set them."""
@@ -98,6 +104,7 @@ def folder_of(format_: str, layout: str, interleave: bool) -> tuple[Path, Path]:
 
 def new_layer(name: str, shape: Mapping[str, int], rank: int, tp_size: int) -> Any:
     """A layer of routed experts with what the runtimes' methods look at, and no distributed state."""
+    stubs.place(rank, tp_size)
     layer = RoutedExperts.__new__(RoutedExperts)
     nn.Module.__init__(layer)
     parallel = SimpleNamespace(
@@ -440,7 +447,7 @@ def whole_load(load_format: str, extra: Mapping[str, Any], format_: str = "awq",
     from vllm.model_executor.model_loader import get_model_loader
 
     layout = "awq-half2" if format_ == "awq" else "nvfp4-fp16"
-    _, out = folder_of(format_, layout, True)
+    _, out = folder_of(format_, layout, format_ == "awq")
     out = change.get("folder", out)
     loader.register()
     loader.register()
@@ -471,7 +478,8 @@ def whole_load(load_format: str, extra: Mapping[str, Any], format_: str = "awq",
         layers = {}
         for number in change.get("built", range(SMALL["layers"])):
             layer = new_layer(f"model.layers.{number}.mlp.experts", SMALL, rank, TP)
-            cls = change.get("method", awq_module.AWQSM70MoEMethod)
+            module, name = METHODS_OF[format_]
+            cls = change.get("method", getattr(module, name))
             create(new_method(cls, format_, layer), layer, SMALL, TP)
             layers[number] = layer
         return TinyModel(layers)
@@ -524,17 +532,18 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def run() -> None:
+def run(cases: Mapping[str, Callable[[], dict[str, Any]]] = CASES) -> None:
     """Each case by itself; one that fails does not stop the others."""
     # Memory from torch.empty is filled, so that buffers without contents compare too.
     torch.use_deterministic_algorithms(True)
     report = {}
-    for case in sys.argv[2:] or CASES:
+    for case in sys.argv[2:] or cases:
         try:
-            report[case] = CASES[case]()
+            report[case] = cases[case]()
         except Exception:  # noqa: BLE001 - reported to the test
             report[case] = {"traceback": traceback.format_exc()[-3000:]}
     (WORK / "report.json").write_text(json.dumps(report, indent=1))
 
 
-run()
+if __name__ == "__main__":
+    run()

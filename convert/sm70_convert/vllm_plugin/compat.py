@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
@@ -61,6 +62,14 @@ def method_of(layer: Any) -> Any:
 def is_skinny(method: Any) -> bool:
     """Whether ReVolta's skinny NVFP4 kernel was chosen for a layer: it keeps the source's own tensors."""
     return "SKINNY" in str(getattr(method, "nvfp4_backend", ""))
+
+
+def model_being_built() -> str | None:
+    """Where the target model lies whose layers are being built with real weights, if vLLM says so."""
+    config = get_current_vllm_config_or_none()
+    if config is None or config.model_config is None or config.load_config.load_format == "dummy":
+        return None
+    return str(config.model_config.model)
 
 
 def is_drafter(model_config: Any) -> bool:

@@ -276,18 +276,24 @@ def check_marker(marker: Any) -> None:
         )
 
 
-_CURRENT: ContextVar[PreparedFolder | None] = ContextVar("sm70_prepared_folder", default=None)
+# None: no load by this plugin is going on. Else the folder being loaded, or None for another checkpoint.
+_CURRENT: ContextVar[tuple[PreparedFolder | None] | None] = ContextVar("sm70_prepared_folder", default=None)
 
 
 def current() -> PreparedFolder | None:
     """The folder that is being loaded, for code that a runtime calls with no path at hand."""
-    return _CURRENT.get()
+    return (_CURRENT.get() or (None,))[0]
+
+
+def is_loading() -> bool:
+    """Whether a load goes through this plugin, be it of a prepared folder or not."""
+    return _CURRENT.get() is not None
 
 
 @contextmanager
 def loading(folder: PreparedFolder | None) -> Iterator[None]:
     """Makes `folder` the current one."""
-    token = _CURRENT.set(folder)
+    token = _CURRENT.set((folder,))
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn import Parameter
 
 from sm70_convert.errors import IntegrityError, Problem, UnsupportedError
 from sm70_convert.vllm_plugin import compat
-from sm70_convert.vllm_plugin.folder import PreparedFolder, current
+from sm70_convert.vllm_plugin.folder import PreparedFolder, current, is_loading, read_marker
 from sm70_convert.vllm_plugin.replay import Replay
 
 # Module and class of each method, and the source format that it takes.
@@ -56,6 +57,7 @@ class _TakesBanks:
             **extra,
         )
         if folder is None or number is None:
+            _refuse_without_loader()
             super().create_weights(layer=layer, **given)  # type: ignore[misc]
             return
         place = compat.parallel(layer)
@@ -102,3 +104,11 @@ class _TakesBanks:
         self.sources = {}
         with Replay(banks, folder.layout, folder.moe, self.number, place.rank, place.size):
             super().process_weights_after_loading(layer)  # type: ignore[misc]
+
+
+def _refuse_without_loader() -> None:
+    """Raises UnsupportedError if a prepared folder is being loaded by a load format that fills no banks."""
+    model = None if is_loading() else compat.model_being_built()
+    if model is not None and read_marker(Path(model)) is not None:
+        hint = "start with --load-format sm70_prepared"
+        raise UnsupportedError(Problem("is a prepared folder, and this load format fills no banks", file=model, hint=hint))

@@ -50,14 +50,15 @@ class Replay(TorchFunctionMode):
         if func is torch.stack:
             return self._stack(*args, **kwargs)
         if func is torch.equal and any(a.is_meta for a in args):
-            return self._is_raw()
+            # Whether raw codes stand for the fp16 scales exactly: that was checked when the bank was made.
+            return self.layout.name == "nvfp4-raw"
         name = _op_name(func)
         if name is None:
             return func(*args, **kwargs)
         if _PREPARE in name:
             return self._prepare(name, *args, **kwargs)
         if name == _EXPAND:
-            return None
+            return self._expand(*args)
         if any(isinstance(a, Tensor) and a.is_meta for a in args):
             raise self._other_layout()
         return func(*args, **kwargs)
@@ -116,19 +117,17 @@ class Replay(TorchFunctionMode):
             self._asked.append(_layout_of(first))
         return torch.stack(tensors, dim, **kwargs)  # type: ignore[arg-type]
 
-    def _is_raw(self) -> bool:
-        """Whether the raw codes stand for the fp16 scales exactly. That was checked when the bank was made."""
-        raw = self.layout.name == "nvfp4-raw"
-        if not raw and _RAW_FLAG in os.environ:
-            raise self._other_layout()
-        return raw
+    def _expand(self, out: Tensor, codes: Tensor, *_: Any) -> None:
+        """The runtime holds raw codes against fp16 scales. With an fp16 bank they never match: it goes on with fp16, or stops."""
+        if codes.is_meta:
+            if _RAW_FLAG in os.environ:
+                self._asked.append("nvfp4-raw")
+                raise self._other_layout()
+            out.fill_(torch.nan)
 
     def _other_layout(self) -> Sm70Error:
         ours = self.layout.name
         asked = next((name for name in reversed(self._asked) if name != ours), "")
-        # A runtime that stores raw codes makes fp16 scales on the way.
-        if ours == "nvfp4-fp16" and not asked:
-            asked = "nvfp4-raw"
         if not asked:
             return self._error("the runtime does not use the whole bank", ours, "another layout", "please report it")
         return self._error(
