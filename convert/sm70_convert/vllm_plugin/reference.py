@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from vllm.config import get_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import (
@@ -26,10 +25,9 @@ from vllm.platforms import current_platform
 
 from sm70_convert.errors import IntegrityError, Problem, UnsupportedError
 from sm70_convert.layout import AWQ, NVFP4, Layout
+from sm70_convert.vllm_plugin import compat
 from sm70_convert.vllm_plugin.folder import PreparedFolder
 from sm70_kernels import reference as kernels
-
-logger = init_logger(__name__)
 
 PLAIN = ("w13_tm_weight", "w13_tm_scales", "w2_tm_weight", "w2_tm_scales")
 NVFP4_RAW = (
@@ -52,7 +50,8 @@ class ReferenceMoEMethod(FusedMoEMethodBase):
         """This rank's share of the routed experts' output, like `x`."""
         names = NVFP4_RAW if self.layout.name == "nvfp4-raw" else PLAIN
         bank = [getattr(layer, name) for name in names]
-        return routed_experts(x, topk_weights, topk_ids, bank, self.layout.name, self.layout.interleave_gate_up)
+        out: Tensor = routed_experts(x, topk_weights, topk_ids, bank, self.layout.name, self.layout.interleave_gate_up)
+        return out
 
 
 class PreparedMoEMethod(ReferenceMoEMethod):
@@ -73,20 +72,20 @@ class PreparedMoEMethod(ReferenceMoEMethod):
         **extra: Any,
     ) -> None:
         """Registers the rank's bank, empty. The loader fills it."""
-        parallel = self.moe.moe_parallel_config
+        place = compat.parallel(layer)
         check_computable(self.number, layer)
-        self.prepared.check_tp_size(parallel.tp_size)
+        self.prepared.check_tp_size(place.size)
         self.prepared.check_shape(
             self.number,
-            parallel.tp_size,
+            place.size,
             experts=num_experts,
             hidden=hidden_size,
             intermediate=intermediate_size_per_partition,
         )
-        bank = self.prepared.empty_parameters(self.number, parallel.tp_rank, parallel.tp_size)
+        bank = self.prepared.empty_parameters(self.number, place.rank, place.size)
         for name, tensor in bank.items():
             layer.register_parameter(name, Parameter(tensor, requires_grad=False))
-        logger.warning_once(
+        compat.logger.warning_once(
             "sm70-convert: this vLLM has no SM70 kernels, so experts are dequantised and multiplied with plain torch. "
             "That is exact and very slow: for tests and for trying a folder out, not for serving."
         )
@@ -108,7 +107,7 @@ def _obstacles(layer: Any) -> list[tuple[str, str]]:
     config = get_current_vllm_config()
     slow = "load the source checkpoint instead, or use a V100 runtime"
     found = []
-    if layer.moe_config.moe_parallel_config.use_ep:
+    if compat.parallel(layer).experts:
         found.append(
             (
                 "expert parallelism is not supported: a bank holds all experts, cut by tensor parallelism",
@@ -182,21 +181,28 @@ class ReferenceLinearMethod(LinearMethodBase):
             layer.register_parameter(name, PerTensorScaleParameter(data=globals_, weight_loader=loader))
 
     def process_weights_after_loading(self, layer: Module) -> None:
-        """Raises IntegrityError if an NVFP4 scale was not in the checkpoint."""
+        """Leaves plain parameters. Raises IntegrityError if an NVFP4 scale was not in the checkpoint."""
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            setattr(layer, name, Parameter(parameter.data, requires_grad=False))
         if self.quantization == NVFP4:
             del layer.input_scale
-            if layer.weight_scale_2.isnan().any() or layer.weight_scale.float().isnan().any():
+            if any(layer.get_parameter(name).float().isnan().any() for name in ("weight_scale", "weight_scale_2")):
                 raise IntegrityError(
                     Problem("a dense NVFP4 layer has scales that are NaN or were not loaded", hint="convert again")
                 )
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias, in fp32, rounded to x's dtype."""
-        if self.quantization == AWQ:
-            tensors = [layer.qweight, layer.scales, layer.qzeros]
-        else:
-            tensors = [layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_scale_2, layer.sm70_widths]
-        return dense(x, tensors, bias, self.quantization)
+        names = (
+            ("qweight", "scales", "qzeros")
+            if self.quantization == AWQ
+            else ("weight", "weight_scale", "weight_scale_2")
+        )
+        tensors = [layer.get_parameter(name) for name in names]
+        if self.quantization == NVFP4:
+            tensors[1:] = [tensors[1].view(torch.uint8), tensors[2], layer.get_buffer("sm70_widths")]
+        out: Tensor = dense(x, tensors, bias, self.quantization)
+        return out
 
 
 # Opaque to torch.compile: the code below chooses experts on the host, and shares the definition of the layouts with the tool.
@@ -216,7 +222,7 @@ def routed_experts(
     rows = x.float()
     total = torch.zeros_like(rows)
     with torch.device(x.device):
-        for expert in topk_ids.unique().tolist():
+        for expert in sorted(set(topk_ids.flatten().tolist())):
             if expert < 0:  # padding
                 continue
             token, slot = (topk_ids == expert).nonzero(as_tuple=True)

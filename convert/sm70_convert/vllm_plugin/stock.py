@@ -17,12 +17,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
 from vllm.platforms import current_platform
 
-from sm70_convert.errors import IntegrityError, Problem, UnsupportedError
+from sm70_convert.checkpoint import CONFIG
+from sm70_convert.errors import Problem, UnsupportedError, UsageError
 from sm70_convert.layout import AWQ, NVFP4
 from sm70_convert.vllm_plugin.folder import MARKER, check_marker, current
+from sm70_convert.vllm_plugin.loader import NAME, explained
 from sm70_convert.vllm_plugin.reference import PreparedMoEMethod, ReferenceLinearMethod
-
-NAME = "sm70_prepared"
 
 
 class _Prepared(QuantizationConfig):
@@ -44,13 +44,9 @@ class _Prepared(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             prepared = current()
             if prepared is None:
-                raise IntegrityError(
-                    Problem(
-                        "this checkpoint is prepared, and this load format does not fill banks",
-                        tensor=prefix,
-                        hint="start with --load-format sm70_prepared",
-                    )
-                )
+                what = "the checkpoint is prepared, and this load format fills no banks"
+                with explained():
+                    raise UsageError(Problem(what, hint="start with --load-format sm70_prepared"))
             number = prepared.layer_of(prefix)
             if number is not None:
                 return PreparedMoEMethod(layer.moe_config, prepared, number)
@@ -88,7 +84,6 @@ class PreparedModelOptMixedConfig(_Prepared, ModelOptMixedPrecisionConfig):
     dense_format = None
 
 
-@register_quantization_config(NAME)
 class Sm70PreparedConfig(QuantizationConfig):
     """Claims prepared folders by their marker, and gives the config that fits the source format."""
 
@@ -104,16 +99,18 @@ class Sm70PreparedConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
-        check_marker(config[MARKER])
+        with explained():
+            check_marker(config[MARKER])
         for built_in in (PreparedModelOptConfig, PreparedModelOptMixedConfig):
             if built_in.override_quantization_method(config, None) is not None:
                 return built_in.from_config(config)
         if str(config.get("quant_method", "")).lower() == AWQ:
             return PreparedAwqConfig.from_config(config)
-        raise UnsupportedError(
-            Problem(
-                f"vLLM has no dense layers for the checkpoint's quant_method {config.get('quant_method')!r}",
-                file="config.json",
-                hint="use a V100 runtime",
-            )
-        )
+        what = f"the reference knows no dense layers of quant_method {config.get('quant_method')!r}"
+        with explained():
+            raise UnsupportedError(Problem(what, file=CONFIG, hint="use a V100 runtime"))
+
+
+def register() -> None:
+    """Registers the config. Repeating it does no harm."""
+    register_quantization_config(NAME)(Sm70PreparedConfig)
