@@ -1,4 +1,4 @@
-"""Where the V100 runtimes' own Python lies, and an interpreter for it. They import as `vllm` too, so they run in a process of their own."""
+"""Where the V100 runtimes' own Python lies. They import as `vllm` too, so they run in a process of their own."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def install() -> None:
     _define(native, "nvfp4_sm70_prepare", nvfp4, _nvfp4)
     _define(native, "awq_moe_build_strided_ptrs", pointers, _pointers)
     _define(native, "nvfp4_expand_raw_scales_sm70_out", expand, _expand)
-    _define(moe, "moe_permute_sort_workspace_size", "(int slots, int experts) -> int", lambda slots, experts: 64)
+    _define(moe, "moe_permute_sort_workspace_size", "(int slots, int experts) -> int", lambda *_: 64)
 
 
 def place(rank: int, size: int) -> None:

@@ -23,12 +23,11 @@ try:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import MoEActivation, RoutedExperts
 except ImportError as exc:
-    print(f"{type(exc).__name__}: {exc}")
+    sys.stdout.write(f"{type(exc).__name__}: {exc}")
     sys.exit(77)
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from synthetic import Synthetic, write_checkpoint
 from torch import Tensor, nn
 
 from sm70_convert.cli import main
@@ -36,9 +35,10 @@ from sm70_convert.errors import Sm70Error
 from sm70_convert.layout import Layout, MoeShape
 from sm70_convert.vllm_plugin import compat, loader, method
 from sm70_convert.vllm_plugin.folder import LoadReport, PreparedFolder, loading
+from synthetic import Synthetic, write_checkpoint
 
 nvfp4_module = compat.quantization_module("nvfp4_sm70_moe")
-SMALL = dict(layers=2, experts=4, hidden=128, intermediate=128, top_k=2, vocab=128, shards=2)
+SMALL = {"layers": 2, "experts": 4, "hidden": 128, "intermediate": 128, "top_k": 2, "vocab": 128, "shards": 2}
 TP = 2
 INTERLEAVE = "VLLM_SM70_AWQ_MOE_BATCHED_GEMM"
 COMPACT, INT4_ZERO = "VLLM_SM70_AWQ_MOE_COMPACT_METADATA", "VLLM_SM70_AWQ_MOE_INT4_ZERO"
@@ -147,7 +147,7 @@ def create(method_: Any, layer: Any, shape: Mapping[str, int], tp_size: int) -> 
         hidden_size=shape["hidden"],
         intermediate_size_per_partition=shape["intermediate"] // tp_size,
         params_dtype=torch.float16,
-        weight_loader=lambda *a, **k: None,
+        weight_loader=None,
         global_num_experts=shape["experts"],
     )
 
@@ -263,7 +263,7 @@ class MemoryFolder(PreparedFolder):
         self.checkpoint_group_size, self.report = 16, LoadReport()
         self.manifest = SimpleNamespace(tp_sizes=(4,), layers={0: None})  # type: ignore[assignment]
 
-    def fill(self, parameters: Mapping[str, Tensor], layer: int, rank: int, tp_size: int) -> int:
+    def fill(self, parameters: Mapping[str, Tensor], layer: int, *_: int) -> int:
         assert set(parameters) == set(self.banks)
         for name, tensor in self.banks.items():
             assert (parameters[name].dtype, parameters[name].shape) == (tensor.dtype, tensor.shape), name
@@ -272,12 +272,12 @@ class MemoryFolder(PreparedFolder):
         return 0
 
 
-FULL = dict(experts=512, hidden=2560, intermediate=640, top_k=10)
+FULL = {"experts": 512, "hidden": 2560, "intermediate": 640, "top_k": 10}
 _full: dict[str, Any] = {}
 
 
 def full_sources() -> dict[str, Tensor]:
-    """NVFP4 sources of one rank in the shape that alone gets raw scales and interleaved NVFP4 banks; seven unlike experts, repeated."""
+    """NVFP4 sources of one rank in the one shape that gets raw scales and interleaving; seven unlike experts, repeated."""
     if not _full:
         generator = torch.Generator().manual_seed(38)
         unlike, local, hidden = 7, 160, FULL["hidden"]
@@ -457,8 +457,8 @@ def whole_load(load_format: str, extra: Mapping[str, Any], format_: str = "awq",
     model_config = SimpleNamespace(
         model=str(out),
         revision=None,
-        quantization=format_,
-        runner_type="generate",
+        quantization=change.get("quantization", format_),
+        runner_type=change.get("runner_type", "generate"),
         dtype=torch.float16,
         is_moe=True,
         hf_config=SimpleNamespace(),
@@ -477,7 +477,8 @@ def whole_load(load_format: str, extra: Mapping[str, Any], format_: str = "awq",
     def build(**_: Any) -> nn.Module:
         layers = {}
         for number in change.get("built", range(SMALL["layers"])):
-            layer = new_layer(f"model.layers.{number}.mlp.experts", SMALL, rank, TP)
+            name = f"{change.get('prefix', 'model')}.layers.{number}.mlp.experts"
+            layer = new_layer(name, SMALL, rank, TP)
             module, name = METHODS_OF[format_]
             cls = change.get("method", getattr(module, name))
             create(new_method(cls, format_, layer), layer, SMALL, TP)
@@ -485,19 +486,54 @@ def whole_load(load_format: str, extra: Mapping[str, Any], format_: str = "awq",
         return TinyModel(layers)
 
     base.initialize_model = build
-    base.log_model_inspection = lambda model: None
+    base.log_model_inspection = lambda _: None
     loaded = get_model_loader(LoadConfig(load_format=load_format, model_loader_extra_config=dict(extra)))
+    if change.get("other_loader"):
+        loaded = compat.DefaultModelLoader(loaded.load_config)
+        object.__setattr__(config, "model_config", model_config)
     with set_current_vllm_config(config), flags({COMPACT: "0"} | change.get("flags", {})):
         stubs.CALLS.clear()
         model = loaded.load_model(vllm_config, model_config)
-    banks = [p for p in model.layers["0"]._parameters if "tm_" in p]
+    first = next(iter(model.layers.values()))
+    banks = [p for p in first._parameters if p in ("w13_tm_weight", "w13_tm_scales", "w2_tm_weight", "w2_tm_scales")]
     return {
-        "loader": type(loaded).__name__,
-        "bases": [c.__name__ for c in type(loaded).__mro__],
+        "is_default_loader": isinstance(loaded, compat.DefaultModelLoader),
+        "index": sorted(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]),
         "seen": model.seen,
         "banks": banks,
         "prepared_for_real": prepared_calls(),
     }
+
+
+class Skinny(OWN.get("nvfp4", nn.Module)):  # type: ignore[misc]
+    """As ReVolta's own choice for small batches: another backend, which keeps the sources."""
+
+    nvfp4_backend = SimpleNamespace(name="SM70_SKINNY")
+
+
+def broken_load(break_: Callable[[Path], object], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A load of a damaged copy; gives what vLLM would show of the error."""
+    import shutil
+
+    _, whole = folder_of("awq", "awq-half2", True)
+    out = WORK / "broken"
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(whole, out)
+    break_(out)
+    try:
+        whole_load("sm70_prepared", extra, folder=out)
+    except Sm70Error as exc:
+        return {"error": type(exc).__name__, "text": str(exc)}
+    raise AssertionError("was not stopped")
+
+
+BANK = "sm70/tp2/rank1/layer-00001.safetensors"
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -529,19 +565,35 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "load-auto": lambda: whole_load("auto", {}),
     "load-safetensors": lambda: whole_load("safetensors", {}),
     "load-nvfp4": lambda: whole_load("sm70_prepared", {}, "nvfp4"),
+    "load-stage": lambda: whole_load("sm70_prepared", {}, stage=(1, 2), built=[1]),
+    "load-missing-layer": lambda: stops(lambda: whole_load("sm70_prepared", {}, built=[0])),
+    "load-skinny": lambda: stops(lambda: whole_load("auto", {}, "nvfp4", method=Skinny)),
+    "load-drafter": lambda: whole_load("auto", {}, runner_type="draft", prefix="mtp", built=[0], quantization=None),
+    "load-plain": lambda: whole_load("auto", {}, folder=WORK / "awq", quantization=None),
+    "load-plain-strict": lambda: stops(lambda: whole_load("sm70_prepared", {}, folder=WORK / "awq")),
+    "load-plain-verify": lambda: stops(lambda: whole_load("auto", {"verify": True}, folder=WORK / "awq")),
+    "load-elsewhere": lambda: stops(lambda: whole_load("sm70_prepared", {}, folder=WORK / "org" / "name")),
+    "load-other-loader": lambda: stops(lambda: whole_load("auto", {}, other_loader=True)),
+    "load-truncated": lambda: broken_load(lambda d: os.truncate(d / BANK, (d / BANK).stat().st_size - 4), {}),
+    "load-missing": lambda: broken_load(lambda d: (d / BANK).unlink(), {}),
+    "load-altered": lambda: broken_load(lambda d: flip(d / BANK), {"verify": True}),
+    "load-unsealed": lambda: broken_load(lambda d: (d / "sm70/manifest.json").unlink(), {}),
 }
+
+
+def outcome(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a case gives, or how it failed."""
+    try:
+        return case()
+    except Exception:  # noqa: BLE001 - reported to the test
+        return {"traceback": traceback.format_exc()[-3000:]}
 
 
 def run(cases: Mapping[str, Callable[[], dict[str, Any]]] = CASES) -> None:
     """Each case by itself; one that fails does not stop the others."""
     # Memory from torch.empty is filled, so that buffers without contents compare too.
     torch.use_deterministic_algorithms(True)
-    report = {}
-    for case in sys.argv[2:] or cases:
-        try:
-            report[case] = cases[case]()
-        except Exception:  # noqa: BLE001 - reported to the test
-            report[case] = {"traceback": traceback.format_exc()[-3000:]}
+    report = {case: outcome(cases[case]) for case in sys.argv[2:] or cases}
     (WORK / "report.json").write_text(json.dumps(report, indent=1))
 
 
