@@ -198,7 +198,7 @@ class ReferenceLinearMethod(LinearMethodBase):
             if self.quantization == AWQ
             else ("weight", "weight_scale", "weight_scale_2")
         )
-        tensors = [layer.get_parameter(name) for name in names]
+        tensors: list[Tensor] = [layer.get_parameter(name) for name in names]
         if self.quantization == NVFP4:
             tensors[1:] = [tensors[1].view(torch.uint8), tensors[2], layer.get_buffer("sm70_widths")]
         out: Tensor = dense(x, tensors, bias, self.quantization)

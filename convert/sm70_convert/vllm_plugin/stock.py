@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecis
 from vllm.platforms import current_platform
 
 from sm70_convert.checkpoint import CONFIG
-from sm70_convert.errors import Problem, UnsupportedError, UsageError
+from sm70_convert.errors import Problem, UnsupportedError
 from sm70_convert.layout import AWQ, NVFP4
 from sm70_convert.vllm_plugin.folder import MARKER, check_marker, current
 from sm70_convert.vllm_plugin.loader import NAME, explained
@@ -44,9 +44,9 @@ class _Prepared(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             prepared = current()
             if prepared is None:
-                what = "the checkpoint is prepared, and this load format fills no banks"
+                what = "this is a prepared folder, and this load format fills no banks"
                 with explained():
-                    raise UsageError(Problem(what, hint="start with --load-format sm70_prepared"))
+                    raise UnsupportedError(Problem(what, hint="start with --load-format sm70_prepared"))
             number = prepared.layer_of(prefix)
             if number is not None:
                 return PreparedMoEMethod(layer.moe_config, prepared, number)
