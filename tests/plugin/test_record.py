@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from revolta_env import revolta_tree, run_contract
+from revolta_env import onecat_tree, revolta_tree, run_contract
 
 DIGESTS = 2 * 2 * 4  # layers, ranks, tensors
 SMALL_CASES = tuple(
@@ -113,6 +113,13 @@ def test_what_cannot_be_recorded_stops(report: dict[str, Any], name: str, error:
     assert len(found["lines"]) == len(said)
     for line, part in zip(found["lines"], said, strict=True):
         assert part in line
+
+
+def test_onecat_prepares_the_same(tmp_path: Path) -> None:
+    names = ("record-awq-half2-on", "record-awq-half2-off", "flipped-qweight")
+    report = run_contract(onecat_tree(), tmp_path, *names, script="record_contract.py")
+    assert [case(report, name)["against"] for name in names] == [DIGESTS, DIGESTS, None]
+    assert [p["tensor"] for p in report["flipped-qweight"]["problems"]] == ["w2_tm_weight"]
 
 
 def test_no_case_is_left_out(report: dict[str, Any]) -> None:
