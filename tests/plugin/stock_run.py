@@ -64,7 +64,6 @@ def environment(folder: Path, **extra: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         **extra,
