@@ -593,6 +593,7 @@ def run(cases: Mapping[str, Callable[[], dict[str, Any]]] = CASES) -> None:
     """Each case by itself; one that fails does not stop the others."""
     # Memory from torch.empty is filled, so that buffers without contents compare too.
     torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
     report = {case: outcome(cases[case]) for case in sys.argv[2:] or cases}
     (WORK / "report.json").write_text(json.dumps(report, indent=1))
 

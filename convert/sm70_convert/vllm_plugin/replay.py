@@ -7,7 +7,7 @@ what it prepared, it gets the bank. All else that it builds (pointers, attribute
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -35,6 +35,10 @@ class Replay(TorchFunctionMode):
         self.prepared = 0
         self._unused = {name: bank.detach() for name, bank in banks.items()}
         self._asked: list[str] = []
+        # Outcomes of calls over meta tensors; what the keys know by id must stay alive.
+        self._made: dict[Any, Tensor] = {}
+        self._alive: list[Tensor] = []
+        self._outputs: dict[tuple[str, int, int], list[Tensor]] = {}
         leading = leading_dimensions(layout, moe, tp_size)
         width = 2 * (moe.intermediate // tp_size)
         # By (K, N): what to answer, and whether the bank is interleaved.
@@ -54,7 +58,7 @@ class Replay(TorchFunctionMode):
             return self.layout.name == "nvfp4-raw"
         name = _op_name(func)
         if name is None:
-            return func(*args, **kwargs)
+            return self._once(func, args, kwargs)
         if _PREPARE in name:
             return self._prepare(name, *args, **kwargs)
         if name == _EXPAND:
@@ -79,6 +83,22 @@ class Replay(TorchFunctionMode):
                 "convert again with the sm70-convert that knows this runtime",
             )
 
+    def _once(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a function of torch; one over meta tensors alone only once for all experts, who are alike without data."""
+        tensors: list[Tensor] = []
+        if func is Tensor.__getitem__ and args[0].is_meta and isinstance(args[1], int):
+            args = (args[0], 0)
+        key = (func, _key(args, tensors), _key(kwargs.values(), tensors) if kwargs else None)
+        if not tensors or not all(t.is_meta for t in tensors):
+            return func(*args, **kwargs)
+        if key not in self._made:
+            made = func(*args, **kwargs)
+            if not isinstance(made, Tensor):
+                return made
+            self._made[key] = made
+            self._alive += tensors
+        return self._made[key]
+
     def _prepare(self, name: str, weight: Tensor, scales: Tensor, *rest: Any, **kwargs: Any) -> list[Tensor]:
         """Meta outputs in place of one matrix: weight, scales, [k_ld, q_ld]."""
         awq = name.startswith("awq")
@@ -98,16 +118,18 @@ class Replay(TorchFunctionMode):
         if bool(interleave) != interleaved:
             raise self._other_interleave(bool(interleave))
         self.prepared += 1
-        compact = "compact" in name
-        shape = (scales.shape[0], n, 3) if compact else (scales.shape[0], n)
-        dtype = torch.uint8 if compact else torch.int32 if awq else torch.float16
-        return [
-            torch.empty((k, n // 8), dtype=torch.int32, device="meta"),
-            torch.empty(shape, dtype=dtype, device="meta"),
-            torch.tensor(leading, dtype=torch.int64, device="cpu"),
-        ]
+        if (name, k, n) not in self._outputs:
+            compact = "compact" in name
+            shape = (scales.shape[0], n, 3) if compact else (scales.shape[0], n)
+            dtype = torch.uint8 if compact else torch.int32 if awq else torch.float16
+            self._outputs[name, k, n] = [
+                torch.empty((k, n // 8), dtype=torch.int32, device="meta"),
+                torch.empty(shape, dtype=dtype, device="meta"),
+                torch.tensor(leading, dtype=torch.int64, device="cpu"),
+            ]
+        return self._outputs[name, k, n]
 
-    def _stack(self, tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Tensor:
+    def _stack(self, tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Any:
         """The bank that a stack of what was prepared would be."""
         first = tensors[0]
         if dim == 0 and first.is_meta and len(tensors) == self.moe.experts:
@@ -115,7 +137,7 @@ class Replay(TorchFunctionMode):
                 if (bank.dtype, bank.shape[1:]) == (first.dtype, first.shape):
                     return self._unused.pop(name)
             self._asked.append(_layout_of(first))
-        return torch.stack(tensors, dim, **kwargs)  # type: ignore[arg-type]
+        return self._once(torch.stack, (tensors, dim), kwargs)
 
     def _expand(self, out: Tensor, codes: Tensor, *_: Any) -> None:
         """The runtime holds raw codes against fp16 scales. With an fp16 bank they never match: it goes on with fp16, or stops."""
@@ -153,6 +175,23 @@ class Replay(TorchFunctionMode):
         return UnsupportedError(
             Problem(message, layer=self.layer, rank=self.rank, expected=expected, actual=actual, hint=hint)
         )
+
+
+def _key(values: Iterable[Any], tensors: list[Tensor]) -> tuple[Any, ...]:
+    """Arguments as something to look up by; their tensors are added to `tensors`."""
+    parts: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            parts.append((Tensor, id(value)))
+        elif isinstance(value, (list, tuple)):
+            parts.append(_key(value, tensors))
+        elif isinstance(value, slice):
+            parts.append((slice, value.start, value.stop, value.step))
+        else:
+            # 1, 1.0 and True are equal, and not the same argument.
+            parts.append((type(value), value))
+    return tuple(parts)
 
 
 def _op_name(func: Any) -> str | None:
