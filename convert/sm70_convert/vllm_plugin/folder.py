@@ -28,7 +28,7 @@ from sm70_convert.verify import manifest_moe
 MARKER = "sm70_prepared"
 DTYPES = {"I32": torch.int32, "F32": torch.float32, "F16": torch.float16, "U8": torch.uint8}
 # Bytes of a bank that are mapped in at once: all the host memory that a copy takes.
-WINDOW = 32 << 20
+WINDOW = 8 << 20
 
 
 @dataclass
