@@ -332,6 +332,13 @@ def plan(
 )
 @click.option("--sample", type=click.IntRange(1), metavar="K", help="With --source: only K experts a layer.")
 @click.option("--revision", metavar="REV", help="Of --source, for a hub id.")
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="PATH",
+    help="Compare with what a runtime recorded (--load-format sm70_record), or with another prepared folder; repeat for several.",
+)
 @click.option("--rank", type=click.IntRange(0), metavar="R", help="Only the banks of this rank.")
 @click.option("--quick", is_flag=True, help="Sizes and presence only.")
 @_jobs_option
@@ -342,18 +349,22 @@ def verify(
     source: str | None,
     sample: int | None,
     revision: str | None,
+    against: tuple[Path, ...],
     rank: int | None,
     quick: bool,
     jobs: int,
 ) -> None:
-    """Check a prepared folder against its manifest, and against its source."""
+    """Check a prepared folder against its manifest, its source, and what a runtime prepared."""
     if source is None and (sample is not None or revision is not None):
         raise UsageError(Problem("--sample and --revision go with --source"))
     if source is not None and quick:
         raise UsageError(Problem("--quick and --source exclude each other"))
+    from dataclasses import replace
+
     from sm70_convert.describe import describe_verification
     from sm70_convert.hub import resolve
     from sm70_convert.manifest import read_manifest
+    from sm70_convert.recorded import compare_recorded
     from sm70_convert.verify import verify_folder, verify_source
 
     manifest = read_manifest(folder)
@@ -370,6 +381,8 @@ def verify(
         ):
             outcome = verify_source(folder, checkpoint, sample=sample, rank=rank, progress=progress)
         outcome.raise_if_any()
+    if against:
+        outcome = replace(outcome, against=compare_recorded(manifest, against, rank=rank))
     console.result(*describe_verification(folder, outcome), essential=False)
 
 
@@ -401,12 +414,42 @@ def seal(console: Console, folder: Path, source: str | None, passthrough: str) -
 
 
 @main.command()
+@click.option(
+    "--check",
+    "folder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Would the runtime of this environment take this prepared folder? Run it before a start of minutes.",
+)
+@click.option("--tp-size", type=click.IntRange(1, 1024), help="With --check: this TP size alone.")
+@click.option(
+    "--acceptance",
+    is_flag=True,
+    help="Print a shell script that proves, on V100s, a folder equal to a start from its checkpoint.",
+)
 @_command
-def env(console: Console) -> None:
-    """Show versions, devices and kernels found."""
+def env(console: Console, folder: Path | None, tp_size: int | None, acceptance: bool) -> None:
+    """Show versions, devices and kernels found; check a prepared folder for this environment."""
+    if folder is None and tp_size is not None:
+        raise UsageError(Problem("--tp-size goes with --check"))
+    if acceptance:
+        if folder is not None or console.as_json:
+            raise UsageError(Problem("--acceptance prints a script, and goes with neither --check nor --json"))
+        from sm70_convert.acceptance import acceptance_script
+
+        console.text(acceptance_script())
+        return
     from sm70_convert.environment import describe_environment
 
     document, rows = describe_environment()
+    if folder is not None:
+        from sm70_convert.runtime_check import check_folder
+
+        taken = check_folder(folder, tp_size=tp_size)
+        for warning in taken.warnings:
+            console.warn(warning)
+        document["check"] = taken.as_json()
+        rows += taken.rows()
     console.result(document, rows)
 
 

@@ -63,6 +63,10 @@ class Console:
                     color=self.color,
                 )
 
+    def text(self, text: str) -> None:
+        """Prints a text that was asked for, as it is."""
+        click.echo(text, nl=False)
+
     def warn(self, text: str) -> None:
         """A line on stderr for something that is not an error."""
         if not self.quiet:

@@ -249,7 +249,7 @@ def describe_verification(folder: Path, outcome: Verification) -> Described:
         "digests": "headers and digests",
         "source": "digests, and bits made again from the source",
     }
-    document = {
+    document: dict[str, Any] = {
         "command": "verify",
         "folder": str(folder),
         "checked": outcome.kind,
@@ -264,4 +264,7 @@ def describe_verification(folder: Path, outcome: Verification) -> Described:
         counted += f"; {outcome.experts} experts, {outcome.tensors} tensors compared bit for bit"
     elif outcome.kind == "digests":
         counted += f", {outcome.tensors} tensors"
+    if outcome.against is not None:
+        document["against"] = outcome.against
+        counted += f"; {outcome.against} recorded digests, all equal"
     return document, [("verified", str(folder)), ("checked", what[outcome.kind]), ("compared", counted)]

