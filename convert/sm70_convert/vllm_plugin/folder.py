@@ -100,11 +100,10 @@ class PreparedFolder:
 
     def unlisted(self) -> set[str]:
         """Tensors of the shards that must not be loaded: the sentinel, and what the index does not list."""
-        weight_map = parse_index(read_small(self.root / INDEX, INDEX))
         found = {SENTINEL_TENSOR}
-        for shard in set(weight_map.values()):
+        for shard, listed in parse_index(read_small(self.root / INDEX, INDEX)).items():
             header = read_file_header(self.root / shard, shard, error=IntegrityError)
-            found.update(name for name in header.tensors if name not in weight_map)
+            found.update(header.tensors.keys() - set(listed))
         return found
 
     def check_passthrough(self) -> None:

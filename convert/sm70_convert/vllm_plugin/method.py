@@ -111,4 +111,6 @@ def _refuse_without_loader() -> None:
     model = None if is_loading() else compat.model_being_built()
     if model is not None and read_marker(Path(model)) is not None:
         hint = "start with --load-format sm70_prepared"
-        raise UnsupportedError(Problem("is a prepared folder, and this load format fills no banks", file=model, hint=hint))
+        raise UnsupportedError(
+            Problem("is a prepared folder, and this load format fills no banks", file=model, hint=hint)
+        )
