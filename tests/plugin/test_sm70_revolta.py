@@ -153,8 +153,9 @@ def test_other_checkpoints_load_as_ever(revolta: dict[str, Any]) -> None:
     assert result["prepared_for_real"] == 2 * 2 * 4
     assert len(result["seen"]) == 21 + 2 * 4 * 9
     lines = outcome(revolta, "load-plain-verify")["lines"]
-    assert len(lines) == 1
+    assert len(lines) == 2
     assert "verify is for prepared folders, and this is none" in lines[0]
+    assert lines[1] == "next: leave verify out"
 
 
 def test_onecat_builds_the_same_layer(onecat: dict[str, Any]) -> None:

@@ -129,7 +129,9 @@ class _Prepared:
                 )
             )
         if self._verify:
-            raise UsageError(Problem("verify is for prepared folders, and this is none", file=model))
+            raise UsageError(
+                Problem("verify is for prepared folders, and this is none", file=model, hint="leave verify out")
+            )
 
 
 def bank_layers(folder: PreparedFolder, model: nn.Module) -> dict[int, Any]:

@@ -110,7 +110,11 @@ def recorded_layer(layer: Any, number: int, hash_name: str) -> RecordedLayer:
     if name is None or interleaved is None:
         found = ", ".join(f"{n} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for n, t in tensors.items())
         raise UnsupportedError(
-            Problem(f"the runtime prepared a layout that this tool does not know: {found}", layer=number)
+            Problem(
+                f"the runtime prepared a layout that this tool does not know: {found}",
+                layer=number,
+                hint="use the sm70-convert that was made for this runtime's version",
+            )
         )
     if q_ld is not None and (q_ld < 0) != (name in ("awq-compact", "awq-int4zero")):
         raise IntegrityError(
@@ -173,5 +177,6 @@ def _folder(value: Any) -> Path:
 
 def _hash(value: Any) -> str:
     if not isinstance(value, str) or value not in HASHES:
-        raise UsageError(Problem(f"{HASH}: expected one of {', '.join(HASHES)}, found {value!r}"))
+        hint = f"leave {HASH} out, or give the hash of the folder to compare with"
+        raise UsageError(Problem(f"{HASH}: expected one of {', '.join(HASHES)}, found {value!r}", hint=hint))
     return value
