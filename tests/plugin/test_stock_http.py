@@ -34,7 +34,7 @@ def test_http_server(tmp_path: Path) -> None:
         server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         try:
             _wait(server, f"http://127.0.0.1:{port}/health", log)
-            request = urllib.request.Request(  # noqa: S310 - our own server
+            request = urllib.request.Request(
                 f"http://127.0.0.1:{port}/v1/completions",
                 json.dumps(
                     {"model": str(folder), "prompt": AWQ_G64.prompts[0], "temperature": 0, "max_tokens": 32}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from stock_run import DATA, convert, launch, options, require_stock_vllm, start
+
 from synthetic import Synthetic, write_checkpoint
 
 CHECKPOINT = DATA / "autoawq-gemm-g64-qwen3moe"
@@ -152,7 +153,7 @@ def test_expert_parallelism(tmp_path: Path) -> None:
 
 
 def test_without_the_plugin(prepared: Path, tmp_path: Path) -> None:
-    """vLLM does not know the load format. By its own it has no kernel for the experts on a CPU; elsewhere it meets the sentinel."""
+    """vLLM does not know the load format. By its own it has no experts' kernel on a CPU; elsewhere it meets the sentinel."""
     # Here a model without quantised layers stands for a runtime that has all kernels: experts are just other parameters.
     spec = Synthetic("awq", layers=1, experts=4, hidden=64, intermediate=64, group_size=32, top_k=2, vocab=64)
     write_checkpoint(tmp_path / "source", spec)
