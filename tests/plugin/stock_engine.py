@@ -33,6 +33,29 @@ def _status() -> dict[str, int]:
 
 def main(out: str) -> None:
     request = json.load(sys.stdin)
+    result = attempt(request["attempts"]) if "attempts" in request else answer(request)
+    with open(out, "w", encoding="utf-8") as file:
+        json.dump(result, file)
+
+
+def attempt(attempts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each engine's error, or None where one started."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    errors: list[str | None] = []
+    for one in attempts:
+        try:
+            LLM(one["model"], **one["engine"])
+            errors.append(None)
+        except Exception as exc:  # noqa: BLE001 - whatever stops it is what is asked for
+            errors.append(f"{type(exc).__name__}: {exc}")
+        cleanup_dist_env_and_memory()
+    return {"errors": errors}
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """What one engine holds and says."""
     from vllm import LLM, SamplingParams
 
     start = time.perf_counter()
@@ -55,8 +78,7 @@ def main(out: str) -> None:
                 for a in answers
             ]
         )
-    with open(out, "w", encoding="utf-8") as file:
-        json.dump(result, file)
+    return result
 
 
 if __name__ == "__main__":

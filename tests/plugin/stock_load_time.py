@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,11 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQMoEMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from sm70_convert.layout import Layout
+from sm70_convert.vllm_plugin import compat
+from sm70_convert.vllm_plugin.memory import MemoryWatch
 from sm70_convert.vllm_plugin.reference import ReferenceMoEMethod
 from sm70_convert.vllm_plugin.stock import PreparedAwqConfig, PreparedModelOptConfig
 from sm70_kernels.reference import prepare_rank
@@ -61,16 +65,14 @@ class LoadTimeAwqMethod(LoadTimeMethod):
     def projections(self, source: dict[str, torch.Tensor]) -> tuple[Projection, Projection, Projection]:
         def projection(matrix: str, part: int, parts: int) -> Projection:
             weight, scales, zeros = (
-                source[f"{matrix}_{name}"].chunk(parts, dim=1)[part].numpy(force=True)
-                for name in ("qweight", "scales", "qzeros")
+                source[f"{matrix}_{name}"].to(dtype).chunk(parts, dim=1)[part].numpy(force=True)
+                for name, dtype in (("qweight", torch.int32), ("scales", torch.float16), ("qzeros", torch.int32))
             )
-            return Projection(weight.view(np.uint32), _fp16(scales), zeros.view(np.uint32), None)
+            return Projection(
+                weight.view(np.uint32), np.ascontiguousarray(scales).view(np.uint16), zeros.view(np.uint32), None
+            )
 
         return projection("w13", 0, 2), projection("w13", 1, 2), projection("w2", 0, 1)
-
-
-def _fp16(scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return np.ascontiguousarray(scales.astype(np.float16)).view(np.uint16)
 
 
 class LoadTimeModelOptMethod(LoadTimeMethod):  # vLLM's loader looks for ModelOpt in the name
@@ -129,6 +131,20 @@ class LoadTimeConfig(QuantizationConfig):
         return (LoadTimeAwqConfig if config["quant_method"] == "awq" else LoadTimeModelOptConfig).from_config(config)
 
 
+class WatchedLoader(DefaultModelLoader):
+    """vLLM's loader, which says what memory the load took, as the one for prepared folders does."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(replace(load_config, load_format="safetensors"))
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Module:
+        watch = MemoryWatch()
+        model: Module = super().load_model(*args, **kwargs)
+        compat.logger.info("load-time: transient memory of the whole load %.1f MiB", watch.transient() / 2**20)
+        return model
+
+
 def register() -> None:
     """The entry point."""
+    compat.LOADERS.setdefault(NAME, WatchedLoader)
     register_quantization_config(NAME)(LoadTimeConfig)

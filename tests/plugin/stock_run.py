@@ -92,13 +92,20 @@ def one_at_a_time() -> Iterator[None]:
         yield
 
 
-def start(folder: Path, model: Path, engine: dict[str, Any], **request: Any) -> tuple[dict[str, Any] | None, str]:
+def start(
+    folder: Path, model: Path, engine: dict[str, Any], *, environ: dict[str, str] | None = None, **request: Any
+) -> tuple[dict[str, Any] | None, str]:
     """What stock_engine.py gives (None if the engine did not start), and the whole log."""
     processes = engine["tensor_parallel_size"] * engine["pipeline_parallel_size"]
-    extra = request.pop("environ", {})
+    extra = dict(environ or {})
     if processes > 1:
-        extra = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(i % 2) for i in range(processes)), **extra}
+        extra.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(i % 2) for i in range(processes)))
     document = {"prompts": [], "max_tokens": 1, "repeats": 1, "model": str(model), "engine": engine, **request}
+    return launch(folder, document, extra)
+
+
+def launch(folder: Path, document: dict[str, Any], extra: dict[str, str]) -> tuple[dict[str, Any] | None, str]:
+    """The answer of stock_engine.py to a request, and the whole log."""
     out = folder / "out.json"
     out.unlink(missing_ok=True)
     with one_at_a_time():

@@ -107,21 +107,21 @@ def test_half_precision(case: Case, dtype: str, folders: dict[str, Path], tmp_pa
 
 
 def test_pipeline_stages_load_their_own_layers(folders: dict[str, Path], tmp_path: Path) -> None:
-    """PP 2: each stage holds the bank of its one prepared layer and no other."""
-    engine = options(dtype="float32", pp_size=2, **ARMS["prepared"])
-    result, log = start(
-        tmp_path,
-        folders[NVFP4.checkpoint],
-        engine,
-        prompts=NVFP4.prompts,
-        max_tokens=STEPS,
-        environ={"VLLM_PP_LAYER_PARTITION": "2,1"},
-    )
+    """TP 2 x PP 2: each rank of a stage holds the bank of the stage's one prepared layer and no other.
+
+    Loading only: vLLM 0.32's CPU runner fails on the first step of any model under pipeline parallelism.
+    """
+    engine = options(dtype="float32", tp_size=2, pp_size=2, **ARMS["prepared"])
+    environ = {"VLLM_PP_LAYER_PARTITION": "2,1"}
+    result, log = start(tmp_path, folders[NVFP4.checkpoint], engine, repeats=0, environ=environ)
     assert result is not None, log[-4000:]
-    held = [sorted({name.split(".")[2] for name in w["banks"]}) for w in result["workers"]]
-    assert held == [["1"], ["2"]]
-    assert log.count(" 1 layers, in ") == 2
-    assert [a["finish_reason"] for a in result["repeats"][0]] == ["stop", "stop", "length", "length"]
+    held = {w["rank"]: w["banks"] for w in result["workers"]}
+    assert {rank: {name.split(".")[2] for name in banks} for rank, banks in held.items()} == {
+        0: {"1"}, 1: {"1"}, 2: {"2"}, 3: {"2"},
+    }  # fmt: skip
+    assert all(len(banks) == 4 for banks in held.values())
+    assert log.count(" 1 layers, in ") == 4
+    assert set(held[0].values()).isdisjoint(held[1].values())
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -197,22 +197,28 @@ class PreparedFolder:
     def fill(self, parameters: Mapping[str, torch.Tensor], layer: int, rank: int, tp_size: int) -> int:
         """Copies a bank from its file into `parameters` (exactly its tensors) and returns the number of bytes.
 
-        Host memory does not grow: a window of the file is mapped in, copied and let go.
+        Host memory does not grow: a window of the file is mapped in, copied and let go; into host memory it is read.
         """
         start = time.perf_counter()
         bank = self.bank(layer, rank, tp_size)
         _check_parameters(parameters, bank.header, layer, rank)
         new = HASHES[self.manifest.hash] if self.verify else None
         try:
-            with _mapped(bank) as mapped:
+            with _opened(bank) as (file, mapped):
                 for name, entry in bank.header.tensors.items():
                     target = parameters[name].detach().view(-1).view(torch.uint8)
                     digest = new() if new else None
                     for begin, end in _windows(entry.offset, entry.nbytes):
+                        piece = target[begin - entry.offset : end - entry.offset]
+                        if piece.is_cpu:
+                            _read(file, begin, piece, bank)
+                            if digest:
+                                digest.update(piece.numpy())
+                            continue
                         with memoryview(mapped)[begin:end] as view:
                             if digest:
                                 digest.update(view)
-                            _copy(target[begin - entry.offset : end - entry.offset], view)
+                            _copy(piece, view)
                         _release(mapped, begin, end)
                     if digest and digest.hexdigest() != bank.record.tensors[name]:
                         raise IntegrityError(
@@ -326,19 +332,29 @@ def _differs(expected: Header, actual: Header) -> tuple[str, str]:
 
 
 @contextmanager
-def _mapped(bank: Bank) -> Iterator[mmap.mmap]:
-    """The file mapped privately (torch wants writable memory; nothing is written)."""
+def _opened(bank: Bank) -> Iterator[tuple[int, mmap.mmap]]:
+    """The file's descriptor, and the file mapped privately (torch wants writable memory; nothing is written)."""
     with open(bank.path, "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         if os.fstat(file.fileno()).st_size != bank.record.bytes:
             raise IntegrityError(Problem("changed while it was read", file=bank.record.path))
         with mmap.mmap(file.fileno(), bank.record.bytes, flags=mmap.MAP_PRIVATE) as mapped:
-            yield mapped
+            yield file.fileno(), mapped
 
 
 def _windows(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
     for begin in range(offset, offset + nbytes, WINDOW):
         yield begin, min(begin + WINDOW, offset + nbytes)
+
+
+def _read(file: int, offset: int, target: torch.Tensor, bank: Bank) -> None:
+    """Reads straight into host memory: faster than a mapping, whose every page costs a fault."""
+    left = memoryview(target.numpy().data)
+    while left:
+        count = os.preadv(file, [left], offset)
+        if count == 0:
+            raise IntegrityError(Problem("became shorter while it was read", file=bank.record.path))
+        left, offset = left[count:], offset + count
 
 
 def _copy(target: torch.Tensor, view: memoryview) -> None:
