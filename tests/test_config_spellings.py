@@ -184,11 +184,11 @@ def test_sizes_in_text_config_win_over_those_beside_it(name: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("key", "message", "code"),
     [
-        ("num_experts", "num_experts is missing or no positive whole number", 4),
-        ("hidden_size", "hidden_size is missing or no positive whole number", 3),
-        ("moe_intermediate_size", "moe_intermediate_size is missing or no positive whole number", 3),
-        ("num_experts_per_tok", "num_experts_per_tok is missing or no positive whole number", 3),
-        ("num_hidden_layers", "num_hidden_layers is missing or no positive whole number", 3),
+        ("num_experts", "num_experts is missing, or no whole number in range", 4),
+        ("hidden_size", "hidden_size is missing, or no whole number in range", 3),
+        ("moe_intermediate_size", "moe_intermediate_size is missing, or no whole number in range", 3),
+        ("num_experts_per_tok", "num_experts_per_tok is missing, or no whole number in range", 3),
+        ("num_hidden_layers", "num_hidden_layers is missing, or no whole number in range", 3),
     ],
 )
 @pytest.mark.parametrize("value", [None, 0, -4, True, "4", 4.0, 1 << 40])
@@ -483,7 +483,9 @@ def around(format_name: str) -> Made:
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_dense_layers_shared_experts_routers_and_draft_layers_pass_through(format_name: str, tmp_path: Path) -> None:
     made = around(format_name)
-    assert seal(made, tmp_path / "made")["findings"] == []
+    (finding,) = seal(made, tmp_path / "made")["findings"]
+    assert finding["message"] == "expert tensors of layers beyond num_hidden_layers pass through"
+    assert finding["example"].startswith("model.layers.3.mlp.experts.0.")
     experts = ("model.layers.1.mlp.experts.", "model.layers.2.mlp.experts.")
     assert passed_through(tmp_path / "made") == {name for name in made.tensors if not name.startswith(experts)}
     seal(FORMATS[format_name](layers=3), tmp_path / "plain")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,6 +83,11 @@ def bank_path(tp_size: int, rank: int, layer: int) -> str:
     return f"sm70/tp{tp_size}/rank{rank}/layer-{layer:05d}.safetensors"
 
 
+def layer_bank_paths(layer: int, tp_sizes: Iterable[int]) -> set[str]:
+    """The bank files of one layer, for all ranks of some TP sizes."""
+    return {bank_path(tp_size, rank, layer) for tp_size in tp_sizes for rank in range(tp_size)}
+
+
 def bank_spec(
     layout: Layout, moe: MoeShape, checkpoint_group_size: int, layer: int, rank: int, tp_size: int
 ) -> BankSpec:
@@ -118,16 +123,18 @@ def combined_digest(new: Callable[[], Digest], header: bytes, tensors: Mapping[s
     return whole.hexdigest()
 
 
-def make_folder(folder: Path) -> None:
-    """Creates `folder` and its parents; refuses to go through a symlink that this call did not expect."""
+def make_folder(root: Path, folder: Path) -> None:
+    """Creates `root` and what is missing from there to `folder`; refuses to go through a symlink inside `root`."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
+        for part in (*reversed(folder.parents), folder):
+            if root in part.parents:
+                part.mkdir(exist_ok=True)
+                if not stat.S_ISDIR(part.lstat().st_mode):
+                    hint = "give an --out without symlinks in it"
+                    raise OutputError(Problem("is not a real folder", file=str(part), hint=hint))
     except OSError as exc:
         raise OutputError(Problem(f"cannot be created: {exc.strerror}", file=str(folder))) from exc
-    if not stat.S_ISDIR(folder.lstat().st_mode):
-        raise OutputError(
-            Problem("is not a real folder", file=str(folder), hint="give an --out without symlinks in it")
-        )
 
 
 class AtomicFile:
@@ -141,7 +148,7 @@ class AtomicFile:
         self.final = root / path
         self.temporary = self.final.with_name(f".{self.final.name}{TEMPORARY}")
         self._size = 0
-        make_folder(self.final.parent)
+        make_folder(root, self.final.parent)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with writing(path):
             self._fd = os.open(self.temporary, flags, 0o666)

@@ -23,6 +23,7 @@ QUANTIZATION_FILES = {
     "hf_quant_config.json": "modelopt",
 }
 MAX_JSON = 100_000_000
+_FETCH = "fetch the missing file, then run again"
 _KINDS = 1 << 24  # more than there can be tensors that differ in file, dtype or shape
 # Weights in other forms are no part of what is served from safetensors, and pickles are never touched.
 _OTHER_WEIGHTS = (
@@ -170,9 +171,7 @@ def open_regular(path: Path, shown: str) -> int:
         # O_NONBLOCK: a FIFO must not hang the run before it is refused.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
-        raise CheckpointError(
-            Problem("is missing", file=shown, hint="fetch the missing file, then run again")
-        ) from None
+        raise CheckpointError(Problem("is missing", file=shown, hint=_FETCH)) from None
     except OSError as exc:
         raise CheckpointError(Problem(f"cannot be opened: {exc.strerror}", file=shown)) from exc
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -188,7 +187,10 @@ def read_small(path: Path, shown: str) -> bytes:
         if size > MAX_JSON:
             expected = f"at most {MAX_JSON} bytes"
             raise CheckpointError(Problem("is over the limit", file=shown, expected=expected, actual=str(size)))
-        return handle.read(size)
+        try:
+            return handle.read(size)
+        except OSError as exc:
+            raise CheckpointError(Problem(f"cannot be read: {exc.strerror}", file=shown)) from exc
 
 
 def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None = None) -> Checkpoint:
@@ -228,6 +230,7 @@ def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None
             tensors = listed[name] if listed is not None else list(header.tensors)
             stale += _take_refs(name, tensors, header, refs, problems)
             del header
+        extras = tuple(_extras(folder, problems))
         problems.raise_if_any()
     except BaseException:
         for shard in shards.values():
@@ -245,7 +248,7 @@ def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None
         shards=shards,
         stale=tuple(stale),
         unindexed=tuple(n for n in present if n not in shards),
-        extras=tuple(_extras(folder)),
+        extras=extras,
     )
 
 
@@ -323,7 +326,7 @@ def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _extras(folder: Path) -> Iterator[str]:
+def _extras(folder: Path, problems: Problems) -> Iterator[str]:
     """Files to hand on as bytes, relative: no hidden ones, no weights. Symlinks to files are followed, to folders not."""
     for root, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
@@ -334,3 +337,5 @@ def _extras(folder: Path) -> Iterator[str]:
                 continue
             if (folder / name).is_file():
                 yield name
+            else:
+                problems.add(CheckpointError, Problem("is no regular file, nor a link to one", file=name, hint=_FETCH))

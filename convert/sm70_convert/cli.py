@@ -47,6 +47,21 @@ class _DefaultCommand(click.Group):
             rest[1:1] = args[:count]
         return super().parse_args(ctx, rest)
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Runs the command line; a standard stream that is closed or full ends it without a traceback."""
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
+        try:
+            try:
+                return super().main(*args, **extra)
+            finally:
+                sys.stdout.flush()
+        except OSError:
+            # What is still buffered must not raise again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(OutputError.exit_code)
+
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return ["MODEL --out DIR [OPTIONS]"]
 
@@ -162,10 +177,11 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
         except Sm70Error as exc:
             _fail(console, exc, debug)
         except BrokenPipeError:
-            # Whoever read our output has gone; what is still buffered must not raise again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
-        except (MemoryError, OSError, Exception) as exc:  # noqa: BLE001 - the last line: no traceback without --debug
+            raise  # whoever read our output has gone
+        except OSError as exc:
+            problem = Problem(f"{exc.strerror or exc}", file=str(exc.filename) if exc.filename else None)
+            _fail(console, OutputError(problem), debug)
+        except Exception as exc:  # noqa: BLE001 - the last line: no traceback without --debug
             reason = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
             if isinstance(exc, MemoryError):
                 _fail(console, OutputError(Problem("out of memory", hint="use fewer --jobs")), debug)
@@ -246,7 +262,7 @@ def convert(
         from sm70_convert.journal import refuse_overlap
         from sm70_convert.passthrough import passthrough_bytes
 
-        refuse_overlap(plan, out.resolve())
+        refuse_overlap(plan, Path(os.path.realpath(out)))
         check_room(plan, out, passthrough)
         for warning in plan.warnings:
             console.warn(warning)
@@ -266,6 +282,8 @@ def convert(
                 progress=progress,
                 layer_done=layer_done,
             )
+        if summary.status == "complete":
+            console.warn(f"nothing to do; that it holds {model}'s very weights was not checked (verify --source does)")
         console.result(*describe_summary(console, "convert", summary, plan), essential=False)
 
 
@@ -375,8 +393,11 @@ def verify(
         outcome = verify_folder(folder, quick=quick, rank=rank, jobs=jobs, progress=progress)
     outcome.raise_if_any()
     if source is not None:
+        pinned = (
+            manifest.identity["source"].get("commit") if source == manifest.identity["source"].get("repo") else None
+        )
         with (
-            resolve(source, revision, progress=console.shows_progress) as checkpoint,
+            resolve(source, revision or pinned, progress=console.shows_progress) as checkpoint,
             console.progress(total, len(manifest.layers), "preparing again") as (progress, _),
         ):
             outcome = verify_source(folder, checkpoint, sample=sample, rank=rank, progress=progress)

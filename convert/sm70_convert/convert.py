@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sm70_convert import names
-from sm70_convert.bank import HASHES, BankWriter, Digest, bank_spec, measure, write_small
+from sm70_convert.bank import HASHES, BankWriter, Digest, bank_spec, layer_bank_paths, measure, write_small
 from sm70_convert.checkpoint import open_checkpoint
 from sm70_convert.errors import CheckpointError, IntegrityError, OutputError, Problem, Sm70Error, UnsupportedError
 from sm70_convert.expert_tensors import LayerPlan
@@ -23,6 +24,7 @@ from sm70_convert.hub import resolve
 from sm70_convert.journal import (
     OpenFolder,
     close_journals,
+    is_own_state,
     journal_plan,
     open_folder,
     read_journals,
@@ -44,6 +46,7 @@ from sm70_convert.manifest import (
 )
 from sm70_convert.passthrough import write_passthrough
 from sm70_convert.plan import Finding, Options, Plan, build_plan
+from sm70_convert.verify import extra_files, verify_folder
 from sm70_kernels.numpy_sm70 import NumpyKernel
 from sm70_kernels.spec import RawScaleError
 
@@ -84,6 +87,9 @@ def run_plan(
     progress(n) is called for every n source bytes done with, layer_done(layer) for every finished layer.
     """
     with open_folder(plan, out, overwrite=overwrite) as folder:
+        if folder.sealed:
+            # Before it is called done, or vouched for anew: what was sealed must still be there.
+            verify_folder(folder.root, quick=True).raise_if_damaged()
         if not folder.todo:
             assert folder.sealed is not None  # noqa: S101 - nothing to do means sealed
             return Summary("complete", folder.root, (), (), folder.sealed.tp_sizes, 0, 0, folder.sealed.findings)
@@ -138,7 +144,7 @@ def sealing_plan(out: Path, source: str | None) -> Iterator[Plan]:
 
 def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress = lambda _: None) -> Summary:
     """Seals a folder whose parts were made with --layers. Raises OutputError if a layer is missing."""
-    root = out.resolve()
+    root = Path(os.path.realpath(out))
     with sealing(root, []):
         journals = read_journals(root)
         done = {r.layer: r for journal in journals for r in journal.records}
@@ -160,6 +166,11 @@ def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress
                 Problem(f"layers {names.format_ranges(missing)} are not made yet", file=str(root), hint=hint)
             )
         for record in done.values():
+            if {b.path for b in record.banks} != layer_bank_paths(record.layer, tp_sizes):
+                message = "has a record in the journal that does not name its banks"
+                raise IntegrityError(
+                    Problem(message, layer=record.layer, hint=f"make it again with --layers {record.layer}")
+                )
             for bank in record.banks:
                 if measure(root / bank.path, bank.path, HASHES[plan.options.hash]) != bank:
                     raise IntegrityError(
@@ -217,6 +228,8 @@ def _prepare_layers(
                     if isinstance(result, _RefusedLayer):
                         refused[result.layer] = result.error
                     else:
+                        if folder.sealed:
+                            _refuse_other_sources(folder.sealed.layers[result.layer].sources, result)
                         record = result.commit()
                         folder.record(record)
                         layer_done(record.layer)
@@ -336,6 +349,22 @@ def expert_arrays(plan: Plan, tp_size: int) -> dict[str, NDArray[Any]]:
     }
 
 
+def _refuse_other_sources(before: tuple[SourceRecord, ...], now: _FinishedLayer | LayerRecord) -> None:
+    """One folder holds banks of one checkpoint, even where headers and index are alike."""
+    for old, new in zip(before, now.sources, strict=True):
+        if old != new:
+            raise OutputError(
+                Problem(
+                    "differs from what this folder was made of",
+                    new.name,
+                    layer=now.layer,
+                    expected=old.digest,
+                    actual=new.digest,
+                    hint="the checkpoint has changed: use another --out",
+                )
+            )
+
+
 def _seal(
     plan: Plan,
     root: Path,
@@ -350,18 +379,7 @@ def _seal(
     if sealed:
         for layer, record in layers.items():
             before = sealed.layers[layer]
-            for old, now in zip(before.sources, record.sources, strict=True):
-                if old != now:
-                    raise OutputError(
-                        Problem(
-                            "differs from what this folder was made of",
-                            now.name,
-                            layer=layer,
-                            expected=old.digest,
-                            actual=now.digest,
-                            hint="the checkpoint has changed: use another --out",
-                        )
-                    )
+            _refuse_other_sources(before.sources, record)
             layers[layer] = replace(record, banks=before.banks + record.banks)
         files = sealed.passthrough
     else:
@@ -378,6 +396,10 @@ def _seal(
         dropped=dropped_records(plan.layers),
         findings=(*plan.findings, *(f for record in layers.values() for f in record.findings)),
     )
+    stray = [path for path in extra_files(root, manifest) if not is_own_state(path)]
+    if stray:
+        message = f"holds files that are no part of it: {', '.join(stray[:5])}"
+        raise OutputError(Problem(message, file=str(root), hint="move them away, then run the same command again"))
     data = manifest.encode()
     if plan.options.hash == "sha256":
         write_small(root, SUMS, _sums(root, manifest, data), HASHES["sha256"])

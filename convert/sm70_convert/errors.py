@@ -108,7 +108,7 @@ class IntegrityError(Sm70Error):
 
     exit_code = 6
     kind = "integrity"
-    next_step = "restore the folder from a good copy, or convert again"
+    next_step = "restore the folder from a good copy, or convert again with --overwrite"
 
 
 class DeviceError(Sm70Error):

@@ -93,7 +93,7 @@ def output_bytes(plan: Plan, passthrough: str) -> int:
 
 def nearest_folder(path: Path) -> Path:
     """`path`, or the nearest folder above it that exists."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     while not path.is_dir():
         path = path.parent
     return path
@@ -117,7 +117,7 @@ def check_room(plan: Plan, out: Path, passthrough: str) -> None:
                 file=str(folder),
                 expected=f"{needed} bytes free",
                 actual=str(free),
-                hint="free some space, use another disk, or save with --passthrough hardlink",
+                hint="free some space, or use another disk",
             )
         )
 

@@ -14,6 +14,7 @@ from sm70_convert.formats import Part, SourceFormat
 from sm70_convert.layout import NVFP4, MoeShape, QuantizationSpec
 
 _FP4_LOCAL = (".nvfp4_csf_fixed", ".nvfp4_csf_exceptions")
+MAX_LISTED = 100
 FLOATS = ("BF16", "F16", "F32")
 
 
@@ -238,7 +239,10 @@ class LayerPlanner:
         """Experts without any tensor, and expert numbers beyond the config's; returns the missing ones."""
         present = {e for at in parts.values() for e in at if e is not None}
         missing = set(range(self.moe.experts)) - present - plain
-        for expert in sorted(missing):
+        if len(missing) > MAX_LISTED:
+            some = f"experts {names.format_ranges(missing)[:200]} of {self.moe.experts} have no tensors"
+            self.problems.add(CheckpointError, Problem(some, self._name("gate", self.source.marker, min(missing))))
+        for expert in sorted(missing) if len(missing) <= MAX_LISTED else ():
             self.problems.add(
                 CheckpointError,
                 Problem(

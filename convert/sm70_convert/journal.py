@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from sm70_convert.bank import (
     HASHES,
     TEMPORARY,
     FileRecord,
+    layer_bank_paths,
     make_folder,
     measure,
     sync_folder,
     write_small,
     writing,
 )
+from sm70_convert.checkpoint import read_small
 from sm70_convert.errors import IntegrityError, OutputError, Problem, Sm70Error
 from sm70_convert.manifest import (
     MANIFEST,
@@ -94,13 +96,16 @@ def read_journals(root: Path) -> list[Journal]:
 
 def _read_journal(path: Path) -> Journal:
     """One journal. A last line that is not whole was cut by a crash and does not count."""
-    lines = path.read_bytes().split(b"\n")
     try:
+        lines = read_small(path, path.name).split(b"\n")
         head = load_object(lines[0], path.name, error=OutputError)
         records = [LayerRecord.from_json(load_object(line, path.name, error=OutputError)) for line in lines[1:-1]]
         for bank in (b for record in records for b in record.banks):
             check_relative(bank.path)
         outputs = tuple(check_relative(o) for o in head["outputs"])
+        made = head["plan"]
+        if not all(type(size) is int for size in made["tp_sizes"]) or not isinstance(made["layout"]["name"], str):
+            raise TypeError("plan")
         return Journal(
             path,
             dict(head["plan"]),
@@ -109,7 +114,7 @@ def _read_journal(path: Path) -> Journal:
             outputs,
             tuple(records),
         )
-    except (OutputError, KeyError, TypeError, ValueError):
+    except (Sm70Error, KeyError, TypeError, ValueError):
         raise OutputError(
             Problem(
                 "is damaged, or no journal of this tool",
@@ -154,11 +159,11 @@ def open_folder(plan: Plan, out: Path, *, overwrite: bool) -> Iterator[OpenFolde
 
     Raises OutputError if it belongs to another plan, to nobody, or to a run that is still going.
     """
-    root = out.resolve()
+    root = Path(os.path.realpath(out))
     refuse_overlap(plan, root)
     _refuse_foreign(root, overwrite=overwrite)
-    make_folder(root)
-    make_folder(root / "sm70")
+    make_folder(root, root)
+    make_folder(root, root / "sm70")
     with ExitStack() as held:
         with locked(root / _FOLDER_LOCK, wait=5):
             if overwrite:
@@ -197,14 +202,17 @@ def _register(plan: Plan, folder: OpenFolder) -> Iterator[None]:
     with locked(lock_path(journal)):
         for other in read_journals(folder.root):
             if field := difference(other.plan, folder.plan):
-                raise other_plan(f"sm70/{other.path.name}", field)
+                if other.records or folder.sealed is None:
+                    raise other_plan(f"sm70/{other.path.name}", field)
+                _forget(other, ours=journal)
+                continue
             if other.path != journal and set(other.layers) & set(plan.selected):
                 with locked(lock_path(other.path)):
                     pass
             for record in other.records:
-                if record.layer in plan.selected and all(
-                    _is_intact(folder.root, b, plan.options.hash) for b in record.banks
-                ):
+                whole = {b.path for b in record.banks} == layer_bank_paths(record.layer, folder.todo)
+                intact = whole and all(_is_intact(folder.root, b, plan.options.hash) for b in record.banks)
+                if record.layer in plan.selected and intact:
                     folder.done[record.layer] = record
         if not journal.exists():
             head = {
@@ -218,6 +226,12 @@ def _register(plan: Plan, folder: OpenFolder) -> Iterator[None]:
             _cut_torn_line(journal)
         folder.journal = journal
         yield
+
+
+def _forget(other: Journal, *, ours: Path) -> None:
+    """Removes the journal of an addition to a sealed folder that ended before its first layer: it binds nobody."""
+    with nullcontext() if other.path == ours else locked(lock_path(other.path)):
+        other.path.unlink()
 
 
 def _cut_torn_line(journal: Path) -> None:
@@ -249,7 +263,7 @@ def refuse_overlap(plan: Plan, root: Path) -> None:
 def _refuse_foreign(root: Path, *, overwrite: bool) -> None:
     """Refuses a folder with contents that no run of this tool left there."""
     try:
-        entries = sorted(p.name for p in root.iterdir()) if root.exists() else []
+        entries = sorted(p.name for p in root.iterdir()) if os.path.lexists(root) else []
     except OSError as exc:
         raise OutputError(Problem(f"cannot be read as a folder: {exc.strerror}", file=str(root))) from exc
     state = root / "sm70"
@@ -279,10 +293,10 @@ def _remove_ours(root: Path) -> None:
             Problem(
                 f"--overwrite cannot tell which files are ours: {exc}",
                 file=str(root),
-                hint="give another --out",
+                hint="remove the folder yourself if it may go, or give another --out",
             )
         ) from exc
-    foreign = sorted(set(_files(root)) - {*paths, MANIFEST} - {n for n in _files(root) if _is_own_state(n)})
+    foreign = sorted(n for n in _files(root) if n not in paths and n != MANIFEST and not is_own_state(n))
     if foreign:
         message = f"holds files that this tool did not write: {', '.join(foreign[:5])}"
         raise OutputError(
@@ -310,7 +324,7 @@ def _files(root: Path) -> Iterator[str]:
             yield (Path(folder) / name).relative_to(root).as_posix()
 
 
-def _is_own_state(path: str) -> bool:
+def is_own_state(path: str) -> bool:
     """Whether `path` is a journal, a lock or a temporary file of ours."""
     name = Path(path).name
     in_state = Path(path).parent == Path("sm70")

@@ -17,6 +17,7 @@ from sm70_convert.plan import Finding, Plan
 from sm70_convert.strict_json import canonical, load_object, pretty
 
 MANIFEST = "sm70/manifest.json"
+MAX_TP = 1024
 SUMS = "SHA256SUMS"
 
 
@@ -168,11 +169,15 @@ def read_manifest(folder: Path, *, error: type[Sm70Error] = IntegrityError) -> M
                 file=MANIFEST,
                 expected=str(FORMAT_VERSION),
                 actual=repr(version)[:100],
-                hint="use the sm70-convert that wrote it, or convert again",
+                hint="use the sm70-convert that wrote it, or another --out",
             )
         )
     altered = error(
-        Problem("was altered or damaged: its own digest does not match", file=MANIFEST, hint="convert again")
+        Problem(
+            "was altered or damaged: its own digest does not match",
+            file=MANIFEST,
+            hint="restore it, or convert to another --out",
+        )
     )
     if document.get("hash") not in HASHES:
         raise altered
@@ -200,6 +205,13 @@ def _decode(document: dict[str, Any]) -> Manifest:
     passthrough = tuple(FileRecord(**p) for p in document.pop("passthrough"))
     for record in (*banks, *passthrough):
         check_relative(record.path)
+    if names.parse_ranges(document["moe"]["layers"]) != tuple(sorted(layers)):
+        raise ValueError("layers and moe.layers differ")
+    if not isinstance(document["layout"]["name"], str) or not isinstance(document["source"], dict):
+        raise TypeError("layout or source")
+    tp_sizes = document["tp_sizes"]
+    if not tp_sizes or not all(type(size) is int and 0 < size <= MAX_TP for size in tp_sizes):
+        raise ValueError("tp_sizes are no sizes")
     return Manifest(
         tp_sizes=tuple(document.pop("tp_sizes")),
         layers=dict(sorted(layers.items())),

@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from sm70_convert.bank import (
     CHUNK,
     FORMAT_VERSION,
     HASHES,
+    TEMPORARY,
     AtomicFile,
     BankWriter,
     FileRecord,
@@ -21,7 +23,7 @@ from sm70_convert.bank import (
     writing,
 )
 from sm70_convert.checkpoint import CONFIG, INDEX, open_regular
-from sm70_convert.errors import OutputError, Problem
+from sm70_convert.errors import CheckpointError, OutputError, Problem
 from sm70_convert.manifest import MANIFEST
 from sm70_convert.plan import PassthroughShard, Plan
 from sm70_convert.safetensors_header import build_header
@@ -30,7 +32,6 @@ from sm70_convert.strict_json import pretty
 SENTINEL = "sm70-sentinel.safetensors"
 # A loader without the plugin stops on this unknown parameter, whose name says what to do.
 SENTINEL_TENSOR = "sm70_prepared_checkpoint.load_with_load_format_sm70_prepared"
-MODES = ("copy", "hardlink", "symlink")
 
 
 def output_names(plan: Plan) -> list[str]:
@@ -115,18 +116,25 @@ def _copy(source: Path, root: Path, name: str, on_bytes: Callable[[int], object]
     """Copies the file behind `source`, as bytes."""
     with os.fdopen(open_regular(source, name), "rb", buffering=0) as file, AtomicFile(root, name) as target:
         offset = 0
-        while piece := file.read(CHUNK):
+        while piece := _read(file, name):
             target.write_at(offset, piece)
             offset += len(piece)
             on_bytes(len(piece))
         target.commit()
 
 
+def _read(file: BinaryIO, name: str) -> bytes:
+    try:
+        return file.read(CHUNK)
+    except OSError as exc:
+        raise CheckpointError(Problem(f"cannot be read: {exc.strerror}", file=name)) from exc
+
+
 def _link(plan: Plan, root: Path, name: str, mode: str) -> None:
     """Links a whole shard. A hard link is to the file behind a symlink, so it must lie on the same file system."""
     source = Path(os.path.realpath(plan.checkpoint.folder / name))
-    make_folder(root)
-    final, temporary = root / name, root / f".{name}.sm70-tmp"
+    make_folder(root, root)
+    final, temporary = root / name, root / f".{name}{TEMPORARY}"
     temporary.unlink(missing_ok=True)
     # Renaming one hard link over another to the same file does nothing, so an earlier one goes first.
     final.unlink(missing_ok=True)

@@ -26,6 +26,7 @@ from sm70_convert.tensor_parallel import legal_sizes, why_not
 
 _METHODS = {"awq": AWQ, "modelopt": NVFP4, "modelopt_fp4": NVFP4, "modelopt_mixed": NVFP4, "nvfp4": NVFP4}
 MAX_EXTRAS = 10_000
+MAX_COUNT = 65_536  # experts of a layer, layers of a model
 _OURS = ("sm70", "SHA256SUMS", "sm70-sentinel.safetensors")
 
 
@@ -88,7 +89,7 @@ def build_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     The plan takes the expert tensors over from `checkpoint.refs`, in a compact form: only what passes through stays there.
     """
     problems = Problems()
-    found = experts_by_layer(checkpoint, _size(checkpoint, "num_hidden_layers"), problems)
+    found = experts_by_layer(checkpoint, _size(checkpoint, "num_hidden_layers", limit=MAX_COUNT), problems)
     spec = _quantization(checkpoint, found, problems)
     moe = _moe_shape(checkpoint, problems)
     if spec is None or moe is None:
@@ -98,6 +99,10 @@ def build_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     _check_layers_present(checkpoint, found, moe, problems)
     findings = list(_checkpoint_findings(checkpoint))
     layers: list[LayerPlan] = []
+    if drafts := _draft_experts(checkpoint):
+        findings.append(
+            Finding("expert tensors of layers beyond num_hidden_layers pass through", drafts[0], len(drafts))
+        )
     for layer in sorted(found):
         experts = found.pop(layer)
         if experts.unsupported:
@@ -157,22 +162,22 @@ def _text_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return nested if isinstance(nested, dict) else {}
 
 
-def _size(checkpoint: Checkpoint, *keys: str) -> int | None:
-    """The first of `keys` that config.json (or its text_config) has as a positive whole number."""
+def _size(checkpoint: Checkpoint, *keys: str, limit: int = 1 << 31) -> int | None:
+    """The first of `keys` that config.json (or its text_config) has, if it is a whole number from 1 to `limit`."""
     for holder in (_text_config(checkpoint), checkpoint.config):
         for key in keys:
             value = holder.get(key)
-            if type(value) is int and 0 < value < 1 << 31:
-                return value
+            if value is not None:
+                return value if type(value) is int and 0 < value <= limit else None
     return None
 
 
 def _moe_shape(checkpoint: Checkpoint, problems: Problems) -> MoeShape | None:
-    experts = _size(checkpoint, "num_experts", "num_local_experts", "n_routed_experts")
+    experts = _size(checkpoint, "num_experts", "num_local_experts", "n_routed_experts", limit=MAX_COUNT)
     hidden = _size(checkpoint, "hidden_size")
-    intermediate = _size(checkpoint, "moe_intermediate_size") or _size(checkpoint, "intermediate_size")
+    intermediate = _size(checkpoint, "moe_intermediate_size", "intermediate_size")
     top_k = _size(checkpoint, "num_experts_per_tok", "moe_topk", "num_experts_per_token")
-    depth = _size(checkpoint, "num_hidden_layers")
+    depth = _size(checkpoint, "num_hidden_layers", limit=MAX_COUNT)
     for what, value in (("num_experts", experts), ("hidden_size", hidden), ("moe_intermediate_size", intermediate),
                         ("num_experts_per_tok", top_k), ("num_hidden_layers", depth)):  # fmt: skip
         if value is None:
@@ -180,7 +185,7 @@ def _moe_shape(checkpoint: Checkpoint, problems: Problems) -> MoeShape | None:
             problems.add(
                 kind,
                 Problem(
-                    f"{what} is missing or no positive whole number",
+                    f"{what} is missing, or no whole number in range",
                     file=CONFIG,
                     hint="only MoE checkpoints with a complete config.json can be prepared",
                 ),
@@ -219,11 +224,17 @@ def _quantization(
         return None
 
 
+def _draft_experts(checkpoint: Checkpoint) -> list[str]:
+    """Expert tensors of draft (MTP) layers, which are numbered from num_hidden_layers up."""
+    depth = _size(checkpoint, "num_hidden_layers", limit=MAX_COUNT) or 0
+    return [name for name in checkpoint.refs if (names.layer_inside_experts(name) or 0) >= depth]
+
+
 def _check_layers_present(
     checkpoint: Checkpoint, found: Mapping[int, FoundExperts], moe: MoeShape, problems: Problems
 ) -> None:
     """A decoder layer without any tensor, or with a router and no experts, is a hole in the checkpoint."""
-    depth = _size(checkpoint, "num_hidden_layers") or 0
+    depth = _size(checkpoint, "num_hidden_layers", limit=MAX_COUNT) or 0
     present: set[int] = set()
     for name, ref in checkpoint.refs.items():
         layer = names.layer_of(name)

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sm70_convert.layout import AWQ, Layout, MoeShape, QuantizationSpec
 
 SHOWN_TP_SIZES = (1, 2, 4, 8, 16)
 AWQ_GROUPS = (32, 64, 128)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorParallel:
-    """One rank of `size`: columns of gate and up, rows of down, [rank * I / size, (rank + 1) * I / size)."""
-
-    rank: int
-    size: int
 
 
 def why_not_shape(quantization: QuantizationSpec, moe: MoeShape) -> str | None:

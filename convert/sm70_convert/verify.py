@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sm70_convert import names
 from sm70_convert.bank import HASHES, FileRecord, bank_spec, measure
 from sm70_convert.checkpoint import Checkpoint
-from sm70_convert.errors import IntegrityError, Problem, Sm70Error
+from sm70_convert.errors import IntegrityError, Problem, Sm70Error, UsageError
 from sm70_convert.expert_tensors import LayerPlan
 from sm70_convert.experts import ExpertReader
 from sm70_convert.layout import Layout, MoeShape
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 MAX_PROBLEMS = 100
+_EXTRA = "is not named by the manifest"
+_RESTORE = "restore the file from a good copy, or convert again with --overwrite"
 Progress = Callable[[int], object]
 
 
@@ -40,6 +42,12 @@ class Verification:
     bytes: int
     problems: tuple[Problem, ...]
     against: int | None = None
+
+    def raise_if_damaged(self) -> None:
+        """Raises IntegrityError for what is missing or cut, not for files that are merely too many."""
+        damaged = tuple(p for p in self.problems if p.message != _EXTRA)
+        if damaged:
+            raise IntegrityError(*damaged[:MAX_PROBLEMS], total=len(damaged))
 
     def raise_if_any(self) -> None:
         """Raises IntegrityError with every problem."""
@@ -72,7 +80,7 @@ def verify_folder(
         else:
             whole.append(record)
             sizes += record.bytes
-    problems += [Problem("is not named by the manifest", file=extra) for extra in _extra_files(folder, manifest)]
+    problems += [Problem(_EXTRA, file=extra, hint="move the file away") for extra in extra_files(folder, manifest)]
     problems += _missing_banks(manifest)
     if quick:
         return Verification("quick", len(wanted), 0, 0, sizes, tuple(problems))
@@ -110,23 +118,20 @@ def expected_headers(manifest: Manifest) -> dict[str, Header]:
 
 def _wrong_size(folder: Path, record: FileRecord) -> Problem | None:
     path = folder / record.path
+    ours = record.path.startswith("sm70/")
     try:
-        # A passed-through shard may be a symlink (--passthrough symlink); a bank never is.
-        info = path.lstat() if record.path.startswith("sm70/") else path.stat()
+        # A passed-through shard may be a symlink (--passthrough symlink); a bank, or a folder on the way to it, never is.
+        info = path.lstat() if ours else path.stat()
     except OSError as exc:
+        return Problem(f"is missing or cannot be read: {exc.strerror}", file=record.path, hint=_RESTORE)
+    links = [p for p in (path, *path.parents) if p != folder and folder in p.parents and p.is_symlink()] if ours else []
+    if links:
+        shown = links[-1].relative_to(folder).as_posix()
+        return Problem("is a symlink, which a bank or its folder never is", file=shown, hint=_RESTORE)
+    if info.st_size != record.bytes or not path.is_file():
+        expected = f"{record.bytes} bytes"
         return Problem(
-            f"is missing or cannot be read: {exc.strerror}",
-            file=record.path,
-            hint="convert again to restore it",
-        )
-    if info.st_size != record.bytes or not path.is_file() or (record.path.startswith("sm70/") and path.is_symlink()):
-        hint = "convert again to restore it"
-        return Problem(
-            "has the wrong size",
-            file=record.path,
-            expected=f"{record.bytes} bytes",
-            actual=str(info.st_size),
-            hint=hint,
+            "has the wrong size", file=record.path, expected=expected, actual=str(info.st_size), hint=_RESTORE
         )
     return None
 
@@ -134,7 +139,7 @@ def _wrong_size(folder: Path, record: FileRecord) -> Problem | None:
 def _wrong_bytes(
     folder: Path, record: FileRecord, hash_name: str, header: Header | None, progress: Progress
 ) -> Iterator[Problem]:
-    hint = "restore the file from a good copy, or convert again"
+    hint = _RESTORE
     try:
         found = measure(folder / record.path, record.path, HASHES[hash_name], then=progress)
         if header is not None:
@@ -168,9 +173,11 @@ def _missing_banks(manifest: Manifest) -> Iterator[Problem]:
         yield Problem(f"does not name {path}, which its layers and TP sizes call for", file=MANIFEST)
 
 
-def _extra_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+def extra_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Files that no record names. Hidden ones at the top (.gitattributes, .cache) do no harm and do not count."""
-    known = {*manifest.files, MANIFEST, SUMS}
+    known = {*manifest.files, MANIFEST}
+    if manifest.hash == "sha256":
+        known.add(SUMS)
     for root, folders, files in os.walk(folder):
         relative = Path(root).relative_to(folder)
         if relative == Path():
@@ -191,7 +198,13 @@ def source_plan(manifest: Manifest, checkpoint: Checkpoint) -> Plan:
         interleave="on" if layout.interleave_gate_up else "off",
         hash=manifest.hash,
     )
-    plan = build_plan(checkpoint, options)
+    try:
+        plan = build_plan(checkpoint, options)
+    except UsageError as exc:  # the folder's layout is not for this checkpoint's format
+        message = f"was made from another kind of checkpoint than {checkpoint.folder}"
+        raise IntegrityError(
+            Problem(message, file=MANIFEST, hint="give the checkpoint that this folder was made from")
+        ) from exc
     # The same bytes may have come from the hub or a folder, and by another version of this tool.
     ours = {k: v for k, v in plan_identity(plan).items() if k not in ("source", "tool_version")}
     theirs = {k: v for k, v in manifest.identity.items() if k not in ("source", "tool_version")}
@@ -274,9 +287,7 @@ def _verify_layer(
                     compared += 1
                     if found.get(tensor) != _bytes(value):
                         message = f"expert {expert} is not what its source makes"
-                        problems.append(
-                            Problem(message, tensor, bank.path, layer.layer, bank.rank, hint="convert again")
-                        )
+                        problems.append(Problem(message, tensor, bank.path, layer.layer, bank.rank, hint=_RESTORE))
             progress(sum(s.nbytes for s in layer.sources))
     return len(chosen), compared, problems
 
@@ -304,7 +315,7 @@ def _wrong_passthrough(folder: Path, plan: Plan, progress: Progress) -> Iterator
         wanted = _tensor_digests(plan, shard.tensors)
         for tensor in sorted(set(found) | set(wanted)):
             if found.get(tensor) != wanted.get(tensor):
-                yield Problem("is not the source's tensor", tensor, shard.name, hint="convert again")
+                yield Problem("is not the source's tensor", tensor, shard.name, hint=_RESTORE)
 
 
 def _tensor_digests(plan: Plan, tensors: tuple[str, ...]) -> dict[str, str]:

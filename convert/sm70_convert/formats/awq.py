@@ -48,6 +48,7 @@ def spec(config: Mapping[str, Any], experts_modules: tuple[str, ...]) -> Quantiz
         (version != "gemm", f"AWQ version {version!r}"),
         (group_size == -1, "AWQ with one group a column (group_size -1)"),
         (bool(config.get("desc_act")), "AWQ with act-order (desc_act)"),
+        (group_size > 128, f"AWQ with groups of {group_size}"),
     ):
         if wrong:
             raise UnsupportedError(
