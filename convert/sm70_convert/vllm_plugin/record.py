@@ -59,7 +59,7 @@ class RecordingLoader(compat.DefaultModelLoader):
                     )
                 )
             # Before the minutes that a load takes, so that a folder which cannot be written stops at once.
-            make_folder(self._folder)
+            make_folder(self._folder, self._folder)
             model: nn.Module = super().load_model(vllm_config, model_config, *args, **kwargs)
             if not compat.is_drafter(model_config):
                 start = time.perf_counter()
