@@ -92,7 +92,7 @@ def run_plan(
             verify_folder(folder.root, quick=True).raise_if_damaged()
         if not folder.todo:
             assert folder.sealed is not None  # noqa: S101 - nothing to do means sealed
-            return Summary("complete", folder.root, (), (), folder.sealed.tp_sizes, 0, 0, folder.sealed.findings)
+            return Summary("complete", out, (), (), folder.sealed.tp_sizes, 0, 0, folder.sealed.findings)
         resumed = tuple(sorted(folder.done))
         for layer in resumed:
             layer_done(layer)
@@ -103,13 +103,13 @@ def run_plan(
         written = sum(b.bytes for layer in prepared for b in folder.done[layer].banks)
         findings = tuple(f for layer in sorted(folder.done) for f in folder.done[layer].findings)
         if plan.options.layers is not None:
-            return Summary("part", folder.root, prepared, resumed, folder.todo, read, written, plan.findings + findings)
+            return Summary("part", out, prepared, resumed, folder.todo, read, written, plan.findings + findings)
         assert folder.journal is not None  # noqa: S101 - a run with work to do has a journal
         with sealing(folder.root, [folder.journal]):
             manifest = _seal(plan, folder.root, folder.sealed, folder.todo, folder.done, passthrough, progress)
         status = "added" if folder.sealed else "sealed"
         written += sum(p.bytes for p in manifest.passthrough) if not folder.sealed else 0
-        return Summary(status, folder.root, prepared, resumed, manifest.tp_sizes, read, written, manifest.findings)
+        return Summary(status, out, prepared, resumed, manifest.tp_sizes, read, written, manifest.findings)
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress
                     )
         manifest = _seal(plan, root, sealed, tp_sizes, done, passthrough, progress)
     written = sum(p.bytes for p in manifest.passthrough)
-    return Summary("sealed", root, (), tuple(sorted(done)), manifest.tp_sizes, 0, written, manifest.findings)
+    return Summary("sealed", out, (), tuple(sorted(done)), manifest.tp_sizes, 0, written, manifest.findings)
 
 
 def _prepare_layers(
