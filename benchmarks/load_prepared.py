@@ -5,8 +5,8 @@
 A pair is one load (allocate every parameter, then PreparedFolder.fill), then one plain read of the same files
 (allocate as many bytes as each has, then readinto). Before each, the files' pages are dropped from the page
 cache (fsync, then posix_fadvise DONTNEED): as cold as a user can make it, though a disk may have a cache of
-its own. The order of the two alternates. Ratio = read seconds / load seconds, the median over the pairs.
-GB = 10^9 bytes.
+its own. Each runs in a process of its own, so that neither finds memory that the other left; the order alternates,
+and one pair before the first is not counted. Ratio = read seconds / load seconds of the medians. GB = 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from sm70_convert.vllm_plugin.folder import PreparedFolder
 from synthetic import Synthetic, write_checkpoint
 
 MIN_RATIO = 0.9
+ARMS = ("load", "read")
 SPEC = Synthetic("awq", layers=6, experts=128, hidden=2048, intermediate=768, group_size=64)  # 2.05 GB of banks
 
 
@@ -72,48 +72,56 @@ def read(files: list[Path]) -> int:
     return sum(len(memory) for memory in kept)
 
 
-def timed(run: Callable[[], int], files: list[Path]) -> tuple[float, int]:
+def run(arm: str, folder: Path) -> float:
+    """The seconds of one arm, in a process of its own."""
+    command = [sys.executable, __file__, "--folder", str(folder), "--arm", arm]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def one(arm: str, folder: Path) -> float:
+    """The same in this process."""
+    files = bank_files(folder)
+    size = sum(path.stat().st_size for path in files)
     drop(files)
     start = time.perf_counter()
-    count = run()
-    return time.perf_counter() - start, count
+    count = load(folder) if arm == "load" else read(files)
+    seconds = time.perf_counter() - start
+    assert size - 4096 * len(files) < count <= size  # headers are read, but not into parameters
+    return seconds
+
+
+def bank_files(folder: Path) -> list[Path]:
+    return sorted((folder / "sm70/tp1/rank0").glob("*.safetensors"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description="Loading prepared banks against plain reads.")
     parser.add_argument("--folder", type=Path, help="a prepared folder with banks for TP 1; made by default")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--check", action="store_true", help=f"exit 1 if the ratio is below {MIN_RATIO}")
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.arm:
+        print(one(options.arm, options.folder))
+        return
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or prepare(Path(scratch))
-        files = sorted((folder / "sm70/tp1/rank0").glob("*.safetensors"))
-        size = sum(path.stat().st_size for path in files)
+        size = sum(path.stat().st_size for path in bank_files(folder))
         rows = []
-        for pair in range(options.pairs):
-            arms = {"load": lambda: load(folder), "read": lambda: read(files)}
-            seconds = {}
-            for arm in list(arms)[:: 1 if pair % 2 == 0 else -1]:
-                seconds[arm], count = timed(arms[arm], files)
-                assert size - 4096 * len(files) < count <= size  # headers are read, but not into parameters
-            rows.append((seconds["load"], seconds["read"]))
-    ratio = statistics.median(b / a for a, b in rows)
-    result = {
-        "bytes": size,
-        "pairs": [{"load_seconds": round(a, 3), "read_seconds": round(b, 3)} for a, b in rows],
-        "load_gb_per_second": round(size / 1e9 / statistics.median(a for a, _ in rows), 2),
-        "read_gb_per_second": round(size / 1e9 / statistics.median(b for _, b in rows), 2),
-        "ratio": round(ratio, 3),
-    }
+        for pair in range(-1, options.pairs):
+            row = {arm: run(arm, folder) for arm in ARMS[:: 1 if pair % 2 == 0 else -1]}
+            if pair >= 0:
+                rows.append(row)
+                if not options.json:
+                    print(f"load {row['load']:.3f} s   read {row['read']:.3f} s", flush=True)
+    middle = {arm: statistics.median(row[arm] for row in rows) for arm in ARMS}
+    speed = {arm: round(size / 1e9 / seconds, 2) for arm, seconds in middle.items()}
+    ratio = middle["read"] / middle["load"]
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps({"bytes": size, "pairs": rows, "gb_per_second": speed, "ratio": round(ratio, 3)}))
     else:
-        for row in result["pairs"]:  # type: ignore[attr-defined]
-            print(f"load {row['load_seconds']:.3f} s   read {row['read_seconds']:.3f} s")
-        print(
-            f"{size / 1e9:.2f} GB: load {result['load_gb_per_second']} GB/s, read {result['read_gb_per_second']} GB/s"
-        )
+        print(f"{size / 1e9:.2f} GB: load {speed['load']} GB/s, read {speed['read']} GB/s")
         print(f"ratio {ratio:.3f} (target {MIN_RATIO} or more)")
     if options.check and ratio < MIN_RATIO:
         raise SystemExit(1)

@@ -208,18 +208,17 @@ class PreparedFolder:
                 for name, entry in bank.header.tensors.items():
                     target = parameters[name].detach().view(-1).view(torch.uint8)
                     digest = new() if new else None
-                    for begin, end in _windows(entry.offset, entry.nbytes):
-                        piece = target[begin - entry.offset : end - entry.offset]
-                        if piece.is_cpu:
-                            _read(file, begin, piece, bank)
-                            if digest:
-                                digest.update(piece.numpy())
-                            continue
-                        with memoryview(mapped)[begin:end] as view:
-                            if digest:
-                                digest.update(view)
-                            _copy(piece, view)
-                        _release(mapped, begin, end)
+                    if target.is_cpu:
+                        _read(file, entry.offset, target, bank)
+                        if digest:
+                            digest.update(target.numpy())
+                    else:
+                        for begin, end in _windows(entry.offset, entry.nbytes):
+                            with memoryview(mapped)[begin:end] as view:
+                                if digest:
+                                    digest.update(view)
+                                _copy(target[begin - entry.offset : end - entry.offset], view)
+                            _release(mapped, begin, end)
                     if digest and digest.hexdigest() != bank.record.tensors[name]:
                         raise IntegrityError(
                             Problem(
