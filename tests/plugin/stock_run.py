@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from sm70_convert.cli import main
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parent / "data"
-LOCK = Path("/tmp/vllm.lock")  # noqa: S108 - one engine at a time on a small machine
 
 
 @dataclass(frozen=True)
@@ -85,13 +81,6 @@ def options(*, dtype: str, tp_size: int = 1, pp_size: int = 1, **extra: Any) -> 
     }
 
 
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    with LOCK.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def start(
     folder: Path, model: Path, engine: dict[str, Any], *, environ: dict[str, str] | None = None, **request: Any
 ) -> tuple[dict[str, Any] | None, str]:
@@ -108,15 +97,14 @@ def launch(folder: Path, document: dict[str, Any], extra: dict[str, str]) -> tup
     """The answer of stock_engine.py to a request, and the whole log."""
     out = folder / "out.json"
     out.unlink(missing_ok=True)
-    with one_at_a_time():
-        done = subprocess.run(
-            [sys.executable, str(HERE / "stock_engine.py"), str(out)],
-            input=json.dumps(document),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=environment(folder, **extra),
-        )
+    done = subprocess.run(
+        [sys.executable, str(HERE / "stock_engine.py"), str(out)],
+        input=json.dumps(document),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment(folder, **extra),
+    )
     log = done.stdout + done.stderr
     assert (done.returncode == 0) == out.exists(), log[-4000:]
     return (json.loads(out.read_text()) if done.returncode == 0 else None), log

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from stock_run import DATA, convert, environment, one_at_a_time, require_stock_vllm
+from stock_run import DATA, convert, environment, require_stock_vllm
 from test_stock_serving import AWQ_G64
 
 
@@ -30,7 +30,7 @@ def test_http_server(tmp_path: Path) -> None:
     ]
     env = environment(tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_CPU_OMP_THREADS_BIND="0")
     log = tmp_path / "server.log"
-    with one_at_a_time(), log.open("w") as file:
+    with log.open("w") as file:
         server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         try:
             _wait(server, f"http://127.0.0.1:{port}/health", log)
