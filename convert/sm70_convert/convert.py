@@ -148,7 +148,7 @@ def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress
     with sealing(root, []):
         journals = read_journals(root)
         done = {r.layer: r for journal in journals for r in journal.records}
-        tp_sizes = tuple(journals[0].plan.get("tp_sizes", ()))
+        tp_sizes = tuple(journals[0].plan["tp_sizes"])
         identity = plan_identity(plan)
         expected = journal_plan(plan, tp_sizes)
         for journal in journals:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sm70_convert import names
-from sm70_convert.bank import HASHES, FileRecord, bank_spec, measure
+from sm70_convert.bank import HASHES, FileRecord, bank_spec, layer_bank_paths, measure
 from sm70_convert.checkpoint import Checkpoint
 from sm70_convert.errors import IntegrityError, Problem, Sm70Error, UsageError
 from sm70_convert.expert_tensors import LayerPlan
@@ -169,7 +169,8 @@ def _wrong_bytes(
 
 
 def _missing_banks(manifest: Manifest) -> Iterator[Problem]:
-    for path in sorted(set(expected_headers(manifest)) - set(manifest.banks)):
+    called_for = {path for layer in manifest.layers for path in layer_bank_paths(layer, manifest.tp_sizes)}
+    for path in sorted(called_for - set(manifest.banks)):
         yield Problem(f"does not name {path}, which its layers and TP sizes call for", file=MANIFEST)
 
 
