@@ -1070,7 +1070,7 @@ def test_9_a_prepared_folder_is_no_checkpoint(source: Path, tmp_path: Path) -> N
 def test_a_checkpoint_that_changes_while_it_is_converted_is_not_sealed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sm70_convert.convert as module
+    import sm70_convert.seal as module
 
     write = module.write_passthrough
 

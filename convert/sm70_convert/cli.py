@@ -425,9 +425,9 @@ def inspect(console: Console, path: Path) -> None:
 @_command
 def seal(console: Console, folder: Path, source: str | None, passthrough: str) -> None:
     """Check that all parts made with --layers are there, then seal."""
-    from sm70_convert.convert import seal as seal_folder
-    from sm70_convert.convert import sealing_plan
     from sm70_convert.describe import describe_summary
+    from sm70_convert.seal import seal as seal_folder
+    from sm70_convert.seal import sealing_plan
 
     with sealing_plan(folder, source) as decided, console.progress(0, 0, "sealing") as (progress, _):
         summary = seal_folder(decided, folder, passthrough=passthrough, progress=progress)

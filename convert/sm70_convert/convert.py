@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sm70_convert import names
-from sm70_convert.bank import HASHES, BankWriter, Digest, bank_spec, layer_bank_paths, measure, write_small
-from sm70_convert.checkpoint import open_checkpoint
-from sm70_convert.errors import CheckpointError, IntegrityError, OutputError, Problem, Sm70Error, UnsupportedError
+from sm70_convert.bank import HASHES, BankWriter, Digest, bank_spec
+from sm70_convert.errors import CheckpointError, Sm70Error, UnsupportedError
 from sm70_convert.expert_tensors import LayerPlan
 from sm70_convert.experts import ExpertReader
-from sm70_convert.hub import resolve
-from sm70_convert.journal import (
-    OpenFolder,
-    close_journals,
-    is_own_state,
-    journal_plan,
-    open_folder,
-    read_journals,
-    sealing,
-    temporary_files,
-)
+from sm70_convert.journal import OpenFolder, open_folder, sealing
 from sm70_convert.layout import bank_tensors
-from sm70_convert.manifest import (
-    MANIFEST,
-    SUMS,
-    LayerRecord,
-    Manifest,
-    SourceRecord,
-    difference,
-    dropped_records,
-    other_plan,
-    plan_identity,
-    read_manifest,
-)
-from sm70_convert.passthrough import write_passthrough
-from sm70_convert.plan import Finding, Options, Plan, build_plan
-from sm70_convert.verify import extra_files, verify_folder
+from sm70_convert.manifest import LayerRecord, SourceRecord
+from sm70_convert.plan import Finding, Plan
+from sm70_convert.seal import Progress, Summary, close_folder, refuse_other_sources
+from sm70_convert.verify import verify_folder
 from sm70_kernels.numpy_sm70 import NumpyKernel
 from sm70_kernels.spec import RawScaleError
 
@@ -54,21 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _NUMPY: dict[str, Any] = {"I32": np.uint32, "F32": np.float32, "F16": np.uint16, "U8": np.uint8}
-Progress = Callable[[int], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What a run did. status: sealed, added, part, or complete (nothing was left to do)."""
-
-    status: str
-    folder: Path
-    layers_prepared: tuple[int, ...]
-    layers_resumed: tuple[int, ...]
-    tp_sizes: tuple[int, ...]
-    bytes_read: int
-    bytes_written: int
-    findings: tuple[Finding, ...]
 
 
 def run_plan(
@@ -106,84 +65,10 @@ def run_plan(
             return Summary("part", out, prepared, resumed, folder.todo, read, written, plan.findings + findings)
         assert folder.journal is not None  # noqa: S101 - a run with work to do has a journal
         with sealing(folder.root, [folder.journal]):
-            manifest = _seal(plan, folder.root, folder.sealed, folder.todo, folder.done, passthrough, progress)
+            manifest = close_folder(plan, folder.root, folder.sealed, folder.todo, folder.done, passthrough, progress)
         status = "added" if folder.sealed else "sealed"
         written += sum(p.bytes for p in manifest.passthrough) if not folder.sealed else 0
         return Summary(status, out, prepared, resumed, manifest.tp_sizes, read, written, manifest.findings)
-
-
-@contextmanager
-def sealing_plan(out: Path, source: str | None) -> Iterator[Plan]:
-    """The plan that the parts of an unfinished folder were made by, rebuilt from their journal and its checkpoint.
-
-    source: where the checkpoint is now; else where the journal says it was. Raises OutputError without a journal.
-    """
-    journals = read_journals(out)
-    if not journals:
-        done = " (it is sealed already)" if (out / MANIFEST).exists() else ""
-        raise OutputError(
-            Problem(f"has no journal of parts to seal{done}", file=str(out), hint="make parts with --layers first")
-        )
-    made = journals[0].plan
-    options = Options(
-        tp_sizes=tuple(made["tp_sizes"]),
-        layout=made["layout"]["name"],
-        interleave="on" if made["layout"]["interleave_gate_up"] else "off",
-        hash=made["hash"],
-    )
-    origin = made["source"]
-    folder = Path(source) if source is not None and Path(source).exists() else Path(journals[0].source)
-    opened = (
-        resolve(source, origin.get("commit"))
-        if source is not None and not Path(source).exists()
-        else open_checkpoint(folder, repo=origin.get("repo"), commit=origin.get("commit"))
-    )
-    with opened as checkpoint:
-        yield build_plan(checkpoint, options)
-
-
-def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress = lambda _: None) -> Summary:
-    """Seals a folder whose parts were made with --layers. Raises OutputError if a layer is missing."""
-    root = Path(os.path.realpath(out))
-    with sealing(root, []):
-        journals = read_journals(root)
-        done = {r.layer: r for journal in journals for r in journal.records}
-        tp_sizes = tuple(journals[0].plan["tp_sizes"])
-        identity = plan_identity(plan)
-        expected = journal_plan(plan, tp_sizes)
-        for journal in journals:
-            if field := difference(journal.plan, expected):
-                raise other_plan(f"sm70/{journal.path.name}", field)
-        sealed = None
-        if (root / MANIFEST).exists():
-            sealed = read_manifest(root, error=OutputError)
-            if field := difference(sealed.identity, identity):
-                raise other_plan(MANIFEST, field)
-        missing = sorted(set(plan.moe.layers) - set(done))
-        if missing:
-            hint = f"make them with --layers {names.format_ranges(missing)}, then seal again"
-            raise OutputError(
-                Problem(f"layers {names.format_ranges(missing)} are not made yet", file=str(root), hint=hint)
-            )
-        for record in done.values():
-            if {b.path for b in record.banks} != layer_bank_paths(record.layer, tp_sizes):
-                message = "has a record in the journal that does not name its banks"
-                raise IntegrityError(
-                    Problem(message, layer=record.layer, hint=f"make it again with --layers {record.layer}")
-                )
-            for bank in record.banks:
-                if measure(root / bank.path, bank.path, HASHES[plan.options.hash]) != bank:
-                    raise IntegrityError(
-                        Problem(
-                            "is not what its part wrote",
-                            file=bank.path,
-                            layer=record.layer,
-                            hint=f"make it again with --layers {record.layer}",
-                        )
-                    )
-        manifest = _seal(plan, root, sealed, tp_sizes, done, passthrough, progress)
-    written = sum(p.bytes for p in manifest.passthrough)
-    return Summary("sealed", out, (), tuple(sorted(done)), manifest.tp_sizes, 0, written, manifest.findings)
 
 
 def _prepare_layers(
@@ -229,7 +114,9 @@ def _prepare_layers(
                         refused[result.layer] = result.error
                     else:
                         if folder.sealed:
-                            _refuse_other_sources(folder.sealed.layers[result.layer].sources, result)
+                            refuse_other_sources(
+                                folder.sealed.layers[result.layer].sources, result.sources, result.layer
+                            )
                         record = result.commit()
                         folder.record(record)
                         layer_done(record.layer)
@@ -347,75 +234,3 @@ def expert_arrays(plan: Plan, tp_size: int) -> dict[str, NDArray[Any]]:
     return {
         t.name: np.zeros((tp_size, *t.shape), _NUMPY[t.dtype]) for t in bank_tensors(plan.layout, plan.moe, tp_size)
     }
-
-
-def _refuse_other_sources(before: tuple[SourceRecord, ...], now: _FinishedLayer | LayerRecord) -> None:
-    """One folder holds banks of one checkpoint, even where headers and index are alike."""
-    for old, new in zip(before, now.sources, strict=True):
-        if old != new:
-            raise OutputError(
-                Problem(
-                    "differs from what this folder was made of",
-                    new.name,
-                    layer=now.layer,
-                    expected=old.digest,
-                    actual=new.digest,
-                    hint="the checkpoint has changed: use another --out",
-                )
-            )
-
-
-def _seal(
-    plan: Plan,
-    root: Path,
-    sealed: Manifest | None,
-    tp_sizes: tuple[int, ...],
-    done: dict[int, LayerRecord],
-    passthrough: str,
-    progress: Progress,
-) -> Manifest:
-    """Writes what passes through, then the manifest last; joins what was sealed before."""
-    layers = {layer: done[layer] for layer in sorted(done)}
-    if sealed:
-        for layer, record in layers.items():
-            before = sealed.layers[layer]
-            _refuse_other_sources(before.sources, record)
-            layers[layer] = replace(record, banks=before.banks + record.banks)
-        files = sealed.passthrough
-    else:
-        files = tuple(write_passthrough(plan, root, passthrough, progress))
-    for shard in plan.checkpoint.shards.values():
-        shard.check_unchanged()
-    for leftover in list(temporary_files(root)):
-        leftover.unlink(missing_ok=True)
-    manifest = Manifest(
-        identity=plan_identity(plan),
-        tp_sizes=tuple(sorted({*tp_sizes, *(sealed.tp_sizes if sealed else ())})),
-        layers=layers,
-        passthrough=files,
-        dropped=dropped_records(plan.layers),
-        findings=(*plan.findings, *(f for record in layers.values() for f in record.findings)),
-    )
-    stray = [path for path in extra_files(root, manifest) if not is_own_state(path)]
-    if stray:
-        message = f"holds files that are no part of it: {', '.join(stray[:5])}"
-        raise OutputError(Problem(message, file=str(root), hint="move them away, then run the same command again"))
-    data = manifest.encode()
-    if plan.options.hash == "sha256":
-        write_small(root, SUMS, _sums(root, manifest, data), HASHES["sha256"])
-    write_small(root, MANIFEST, data, HASHES[plan.options.hash])
-    close_journals(root)
-    return manifest
-
-
-def _sums(root: Path, manifest: Manifest, data: bytes) -> bytes:
-    """SHA256SUMS: a plain digest of every file, as sha256sum -c reads it."""
-    lines = {path: measure(root / path, path, HASHES["sha256"], plain=True).digest for path in manifest.files}
-    lines[MANIFEST] = hashlib.sha256(data).hexdigest()
-    return "".join(_sum_line(path, digest) for path, digest in sorted(lines.items())).encode()
-
-
-def _sum_line(path: str, digest: str) -> str:
-    """One line; sha256sum marks a name that it had to escape by a backslash in front."""
-    escaped = path.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
-    return f"{chr(92) if escaped != path else ''}{digest}  {escaped}\n"

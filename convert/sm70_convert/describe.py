@@ -10,13 +10,13 @@ from typing import Any
 
 from sm70_convert.checkpoint import open_checkpoint
 from sm70_convert.console import Console, human_bytes, human_seconds
-from sm70_convert.convert import Summary
 from sm70_convert.errors import CheckpointError, IntegrityError, Problem
 from sm70_convert.estimate import describe, estimate_seconds, nearest_folder, output_bytes, tp_estimates
 from sm70_convert.manifest import MANIFEST, read_manifest
 from sm70_convert.names import format_ranges
 from sm70_convert.plan import Options, Plan, banked_names, build_plan, dropped_names
 from sm70_convert.safetensors_header import read_file_header
+from sm70_convert.seal import Summary
 from sm70_convert.tensor_parallel import legal_sizes
 from sm70_convert.verify import Verification, manifest_moe
 
