@@ -1,4 +1,4 @@
-"""The types that every kernel shares: what one expert's projection looks like, and why a raw NVFP4 bank can fail."""
+"""The types that the kernels share: what a projection looks like, and why a raw NVFP4 bank can fail."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
 
@@ -22,6 +23,21 @@ class Projection(NamedTuple):
     scales: NDArray[Any]
     zeros: NDArray[Any] | None
     global_scale: np.float32 | None
+
+
+class LayerProjection(NamedTuple):
+    """One projection (gate, up or down) of all E experts of a layer, uncut, as contiguous tensors on one device.
+
+    weight: AWQ int32 [E, K, N/8]; NVFP4 uint8 [E, N, K/2] (low nibble = even k).
+    scales: AWQ float16 [E, G, N]; NVFP4 uint8 [E, N, K/16] (e4m3 codes).
+    zeros: AWQ int32 [E, G, N/8]; NVFP4 None.
+    global_scale: NVFP4 float32 [E], the factor of all scales of an expert; AWQ None.
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    global_scale: torch.Tensor | None
 
 
 class RawScaleError(ValueError):
