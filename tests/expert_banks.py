@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from host_kernels import HOST_KERNELS
 from sm70_kernels import reference
-from sm70_kernels.numpy_sm70 import NumpyKernel
 from sm70_kernels.spec import Projection
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-KERNELS = ("reference", "numpy")
-NUMPY_KERNEL = NumpyKernel()  # one for all, so that scratch left by another shape shows
+KERNELS = ("reference", *HOST_KERNELS)
+KERNEL_OF = {name: make() for name, make in HOST_KERNELS.items()}  # one for all, so that scratch of another shape shows
 RAW_DTYPES = {torch.int32: np.uint32, torch.float16: np.uint16, torch.float8_e4m3fn: np.uint8}
 
 
@@ -78,9 +78,9 @@ def prepare(
     tp_sizes: Sequence[int],
 ) -> list[Mapping[str, NDArray[Any]]]:
     """Bank arrays [T, ...] as raw bits, one mapping per TP size."""
-    if kernel == "numpy":
+    if kernel in KERNEL_OF:
         outs = [allocate(gate, up, down, layout=layout, tp_size=tp_size) for tp_size in tp_sizes]
-        NUMPY_KERNEL.prepare(gate, up, down, layout=layout, interleave=interleave, outs=outs)
+        KERNEL_OF[kernel].prepare(gate, up, down, layout=layout, interleave=interleave, outs=outs)
         return list(outs)
     banks = []
     for tp_size in tp_sizes:

@@ -66,6 +66,13 @@ def compare_scale_table(recording: Recording, kernel: str) -> int:
     for global_scale, expected in zip(globals_, recording.tensors["scale_f16"], strict=True):
         if kernel == "numpy":
             table = numpy_sm70.nvfp4_scale_table(global_scale)[codes]
+        elif kernel != "reference":
+            # The codes, one a group, in the first column of a down.
+            down = blank(16 * len(codes), 32, 16, global_scale)
+            down.scales[0] = codes
+            other = blank(32, 16 * len(codes), 16, global_scale)
+            (banks,) = prepare(kernel, other, other, down, layout="nvfp4-fp16", interleave=False, tp_sizes=[1])
+            table = banks["w2_tm_scales"][0, :, 0]
         else:
             products = reference.scale_products(torch.from_numpy(codes), torch.tensor(global_scale))
             table = raw(products)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from host_kernels import HOST_KERNELS, HostKernel
 from sm70_kernels import numpy_sm70
 from sm70_kernels.numpy_sm70 import NumpyKernel, bf16_to_fp16, e4m3_rne, nvfp4_scale_table
 from sm70_kernels.spec import Projection, RawScaleError
@@ -27,6 +28,11 @@ def load(path: Path) -> dict[str, Array]:
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return {name: tensor.view(bits.get(tensor.dtype, tensor.dtype)).numpy() for name, tensor in tensors.items()}
+
+
+@pytest.fixture(params=HOST_KERNELS)
+def kernel(request: pytest.FixtureRequest) -> HostKernel:
+    return HOST_KERNELS[request.param]()
 
 
 # ------------------------------------------------------------ the closed form
@@ -185,8 +191,8 @@ def test_nvfp4_matrix_recording(path: Path) -> None:
 
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("source", sorted(GOLDEN.glob("moe_*.hf.safetensors")), ids=lambda path: path.name)
-def test_moe_recording(source: Path, interleave: bool) -> None:
-    tensors, kernel = load(source), NumpyKernel()
+def test_moe_recording(kernel: HostKernel, source: Path, interleave: bool) -> None:
+    tensors = load(source)
     pattern = source.name.replace(".hf.", ".tp[0-9].interleaved." if interleave else ".tp[0-9].")
     banks = [load(path) for path in sorted(GOLDEN.glob(pattern))]
     assert banks
@@ -251,10 +257,12 @@ def sliced(array: Array) -> Array:
 @pytest.mark.parametrize("source", ["contiguous", "sliced", "transposed"])
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("layout", ["awq-half2", "nvfp4-fp16"])
-def test_closed_form(layout: str, interleave: bool, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_form(
+    kernel: HostKernel, layout: str, interleave: bool, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All shapes through one kernel, in small blocks."""
     monkeypatch.setattr(numpy_sm70, "_BLOCK_BYTES", 8192)
-    rng, kernel = np.random.default_rng(1), NumpyKernel()
+    rng = np.random.default_rng(1)
     shapes = AWQ_SHAPES if layout == "awq-half2" else [(h, i, 16, tps) for h, i, tps in SHAPES]
     for hidden, intermediate, group, sizes in [*shapes, *shapes[::-1]]:
         sides = ((hidden, intermediate), (hidden, intermediate), (intermediate, hidden))
@@ -290,8 +298,8 @@ def test_awq_weights_of_half_tiles(hidden: int, intermediate: int, ranks: int, i
 
 @pytest.mark.parametrize("interleave", [False, True])
 @pytest.mark.parametrize("layout", ["awq-compact", "awq-int4zero"])
-def test_small_awq_scales_hold_the_same(layout: str, interleave: bool) -> None:
-    rng, kernel = np.random.default_rng(3), NumpyKernel()
+def test_small_awq_scales_hold_the_same(kernel: HostKernel, layout: str, interleave: bool) -> None:
+    rng = np.random.default_rng(3)
     for hidden, intermediate, group, sizes in AWQ_SHAPES:
         sides = ((hidden, intermediate), (hidden, intermediate), (intermediate, hidden))
         parts = [random_awq(rng, k, n, group) for k, n in sides]
@@ -333,14 +341,14 @@ def test_bf16_to_fp16() -> None:
     np.testing.assert_array_equal(bf16_to_fp16(bits.reshape(16, -1)), wanted.reshape(16, -1))
 
 
-def test_refuses_what_it_cannot_do() -> None:
-    rng, kernel = np.random.default_rng(4), NumpyKernel()
+def test_refuses_what_it_cannot_do(kernel: HostKernel) -> None:
+    rng = np.random.default_rng(4)
     parts = [random_nvfp4(rng, 32, 32, 1.0) for _ in range(3)]
     out = empty("nvfp4-fp16", 32, 32, 16, 1)
     with pytest.raises(ValueError, match="layout 'nvfp4' is none of"):
         kernel.prepare(*parts, layout="nvfp4", interleave=False, outs=[out])
     out["w2_tm_weight"] = np.zeros((1, 64, 4), np.uint32)[:, ::2]
-    with pytest.raises(ValueError, match="C-contiguous"):
+    with pytest.raises(ValueError, match="contiguous"):
         kernel.prepare(*parts, layout="nvfp4-fp16", interleave=False, outs=[out])
 
 
@@ -471,8 +479,8 @@ def raw_parts(rng: np.random.Generator, hidden: int, intermediate: int, scales: 
     ("scales", "interleave"),
     [((0.0123, 0.0456, 0.1), False), ((0.0123, 0.0123, 0.1), True), ((0.0078125, 0.015625, 0.1), True)],
 )
-def test_raw_banks(scales: tuple[float, float, float], interleave: bool) -> None:
-    rng, kernel = np.random.default_rng(7), NumpyKernel()
+def test_raw_banks(kernel: HostKernel, scales: tuple[float, float, float], interleave: bool) -> None:
+    rng = np.random.default_rng(7)
     for hidden, intermediate, sizes in ((96, 192, (1, 2, 3)), (32, 640, (1, 4, 5))):
         parts = raw_parts(rng, hidden, intermediate, list(scales))
         if interleave and scales[0] != scales[1]:  # one step of exponent apart: codes that have room to move
@@ -494,8 +502,8 @@ def test_raw_banks(scales: tuple[float, float, float], interleave: bool) -> None
 
 @pytest.mark.parametrize("projection", [0, 1, 2])
 @pytest.mark.parametrize("code", [0x00, 0x07, 0x7F, 0x80, 0xB8])
-def test_one_bad_code_is_found(projection: int, code: int) -> None:
-    rng, kernel = np.random.default_rng(8), NumpyKernel()
+def test_one_bad_code_is_found(kernel: HostKernel, projection: int, code: int) -> None:
+    rng = np.random.default_rng(8)
     for interleave in (False, True):
         parts = raw_parts(rng, 64, 64, [0.0123, 0.0123, 0.1])
         parts[projection].scales[-1, -1] = code
@@ -522,8 +530,8 @@ def test_a_gap_in_the_codes_is_no_failure() -> None:
         tables.check("up", 0, np.array([[*neighbours, code]], np.uint8))
 
 
-def test_unlike_globals_interleaved() -> None:
-    rng, kernel = np.random.default_rng(10), NumpyKernel()
+def test_unlike_globals_interleaved(kernel: HostKernel) -> None:
+    rng = np.random.default_rng(10)
     parts = raw_parts(rng, 64, 64, [0.0123, 0.0456, 0.1])
     with pytest.raises(RawScaleError, match=r"gate: .* in an interleaved column"):
         kernel.prepare(*parts, layout="nvfp4-raw", interleave=True, outs=[empty("nvfp4-raw", 64, 64, 16, 2)])
