@@ -166,6 +166,8 @@ class AtomicFile:
         """Makes the file durable under its name; returns its size."""
         with writing(self.path):
             os.fsync(self._fd)
+            # Nobody reads it again soon: the page cache is for what others need.
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
             self.temporary.rename(self.final)
             sync_folder(self.final.parent)
         self._close()

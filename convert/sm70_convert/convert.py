@@ -21,6 +21,8 @@ from sm70_convert.manifest import LayerRecord, SourceRecord
 from sm70_convert.plan import Finding, Plan
 from sm70_convert.seal import Progress, Summary, close_folder, refuse_other_sources
 from sm70_convert.verify import verify_folder
+from sm70_kernels import cpu
+from sm70_kernels.cpu import CppKernel
 from sm70_kernels.numpy_sm70 import NumpyKernel
 from sm70_kernels.spec import RawScaleError
 
@@ -86,13 +88,13 @@ def _prepare_layers(
     """
     stop = threading.Event()
     waiting = iter(layers)
-    kernels: list[NumpyKernel] = []
+    kernels: list[NumpyKernel | CppKernel] = []
 
     def work(layer: LayerPlan) -> _FinishedLayer | _RefusedLayer:
         try:
             kernel = kernels.pop()
         except IndexError:
-            kernel = NumpyKernel()
+            kernel = CppKernel() if cpu.available() else NumpyKernel()
         try:
             return _prepare_layer(plan, folder, layer, kernel, stop, allow_nonfinite, progress)
         except (CheckpointError, UnsupportedError) as exc:
@@ -176,7 +178,7 @@ def _prepare_layer(
     plan: Plan,
     folder: OpenFolder,
     layer: LayerPlan,
-    kernel: NumpyKernel,
+    kernel: NumpyKernel | CppKernel,
     stop: threading.Event,
     allow_nonfinite: bool,
     progress: Progress,
