@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from expert_banks import KERNELS, prepare, raw
-from sm70_kernels import numpy_sm70, reference
+from sm70_kernels import reference, scale_tables
 from sm70_kernels.spec import Projection
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def compare_scale_table(recording: Recording, kernel: str) -> int:
     codes, globals_ = recording.tensors["codes_e4m3"], recording.tensors["globals_f32"]
     for global_scale, expected in zip(globals_, recording.tensors["scale_f16"], strict=True):
         if kernel == "numpy":
-            table = numpy_sm70.nvfp4_scale_table(global_scale)[codes]
+            table = scale_tables.nvfp4_scale_table(global_scale)[codes]
         elif kernel != "reference":
             # The codes, one a group, in the first column of a down.
             down = blank(16 * len(codes), 32, 16, global_scale)

@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 
 from host_kernels import HOST_KERNELS, HostKernel
-from sm70_kernels import numpy_sm70
-from sm70_kernels.numpy_sm70 import NumpyKernel, bf16_to_fp16, e4m3_rne, nvfp4_scale_table
+from sm70_kernels import numpy_sm70, scale_tables
+from sm70_kernels.numpy_sm70 import NumpyKernel
+from sm70_kernels.scale_tables import bf16_to_fp16, e4m3_rne, nvfp4_scale_table
 from sm70_kernels.spec import Projection, RawScaleError
 
 Array = np.ndarray[Any, Any]
@@ -321,7 +322,7 @@ def test_small_awq_scales_hold_the_same(kernel: HostKernel, layout: str, interle
 
 def test_every_scale_and_zero() -> None:
     """All fp16 bits with all zeros: -0.0 for a zero of 0, inf, subnormals, NaN."""
-    table, scales = numpy_sm70._half2_table().reshape(16, -1), np.arange(0x10000, dtype=np.uint16)
+    table, scales = scale_tables.half2_table().reshape(16, -1), np.arange(0x10000, dtype=np.uint16)
     assert ((table & 0xFFFF) == scales).all()
     table = table >> 16
     for zero in range(16):
@@ -364,7 +365,7 @@ def test_e4m3_rne_is_the_cast_of_torch() -> None:
         (rng.lognormal(0, 4, 200_000) * rng.choice([-1, 1], 200_000)).astype(np.float32),
         np.array([464, np.nextafter(np.float32(464), np.float32(500)), 480, 1e30, -464, -465], np.float32),
     ]
-    middles = (numpy_sm70._e4m3_values()[:126] + numpy_sm70._e4m3_values()[1:127]) / 2
+    middles = (scale_tables.e4m3_values()[:126] + scale_tables.e4m3_values()[1:127]) / 2
     values += [
         middles,
         np.nextafter(middles, np.float32(0)),
@@ -380,7 +381,7 @@ def test_e4m3_rne_is_the_cast_of_torch() -> None:
         np.testing.assert_array_equal(got[number], wanted[number])
         assert ((got[np.isnan(array)] & 0x7F) == 0x7F).all()
     np.testing.assert_array_equal(
-        numpy_sm70._e4m3_values(),
+        scale_tables.e4m3_values(),
         torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy(),
     )
 
@@ -414,7 +415,7 @@ def test_fma_rounds_once() -> None:
     b = np.concatenate([b, np.float16(rng.integers(1024, 2048, 2000)) / 64, np.float16([2**-24] * 2000)])
     c = np.concatenate([c, np.float16(rng.choice([-1, 1], 2000)) * 2**-24, np.float16(rng.uniform(-6e4, 6e4, 2000))])
     with np.errstate(all="ignore"):
-        got = numpy_sm70._fma_fp16(a, b, c)
+        got = scale_tables.fma_fp16(a, b, c)
         wanted = [fma(float(x), float(y), float(z)) for x, y, z in zip(a, b, c, strict=True)]
     np.testing.assert_array_equal(got, np.array(wanted, np.float16))
 
@@ -457,7 +458,7 @@ GLOBALS = [
 def test_raw_tables() -> None:
     values = [np.float32(value) for value in GLOBALS]
     pairs = [(value, value) for value in values] + [(values[1], values[2]), (values[5], values[6])]
-    tables = numpy_sm70._RawTables(pairs)
+    tables = scale_tables.RawTables(pairs)
     for row, (source, bank) in enumerate(pairs):
         wanted = [raw(code, source, bank) for code in range(256)]
         np.testing.assert_array_equal(tables.failed[row], [not good for _, good in wanted])
@@ -469,7 +470,7 @@ def raw_parts(rng: np.random.Generator, hidden: int, intermediate: int, scales: 
     """Projections whose codes all survive."""
     parts = []
     for (k, n), scale in zip(((hidden, intermediate),) * 2 + ((intermediate, hidden),), scales, strict=True):
-        good = np.flatnonzero(~numpy_sm70._RawTables([(np.float32(scale),) * 2]).failed[0]).astype(np.uint8)
+        good = np.flatnonzero(~scale_tables.RawTables([(np.float32(scale),) * 2]).failed[0]).astype(np.uint8)
         part = random_nvfp4(rng, k, n, scale)
         parts.append(part._replace(scales=rng.choice(good, part.scales.shape)))
     return parts
@@ -519,7 +520,7 @@ def test_one_bad_code_is_found(kernel: HostKernel, projection: int, code: int) -
 def test_a_gap_in_the_codes_is_no_failure() -> None:
     """A code that fails but does not occur, between two that do."""
     for scale in np.float32(np.random.default_rng(9).lognormal(-4, 1, 500)):
-        tables = numpy_sm70._RawTables([(scale, scale)])
+        tables = scale_tables.RawTables([(scale, scale)])
         gaps = np.flatnonzero(tables.failed[0, 9:100]) + 9
         if len(gaps):
             break

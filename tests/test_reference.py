@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from expert_banks import KERNELS, bits, prepare, random_awq, random_nvfp4, raw
-from sm70_kernels import numpy_sm70, reference
+from sm70_kernels import reference, scale_tables
 from sm70_kernels.spec import Projection, RawScaleError
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def test_bf16_to_fp16_all_values() -> None:
         expected = np.where(np.isnan(values), 0x7FFF, values.astype(np.float16).view(np.uint16))
     converted = raw(reference.bf16_to_fp16(torch.from_numpy(codes.view(np.int16)).view(torch.bfloat16)))
     assert (converted == expected).all()
-    assert (numpy_sm70.bf16_to_fp16(codes) == expected).all()
+    assert (scale_tables.bf16_to_fp16(codes) == expected).all()
 
 
 def test_e4m3_values() -> None:
@@ -166,7 +166,7 @@ def test_e4m3_values() -> None:
 @given(st.floats(width=32))
 def test_scale_table(global_scale: float) -> None:
     expected = raw(reference.scale_products(torch.arange(256), torch.tensor(global_scale)))
-    assert (numpy_sm70.nvfp4_scale_table(np.float32(global_scale)) == expected).all()
+    assert (scale_tables.nvfp4_scale_table(np.float32(global_scale)) == expected).all()
 
 
 def test_fma_rounds_once() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from sm70_convert.errors import CheckpointError, Problem, UnsupportedError
 from sm70_convert.formats import Part, ScaleReport, SourceFormat
 from sm70_convert.layout import AWQ, QuantizationSpec
-from sm70_kernels.numpy_sm70 import bf16_to_fp16
+from sm70_kernels.scale_tables import bf16_to_fp16
 from sm70_kernels.spec import Projection
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 from sm70_convert.errors import CheckpointError, Problem, UnsupportedError
 from sm70_convert.formats import Part, ScaleReport, SourceFormat
 from sm70_convert.layout import NVFP4, QuantizationSpec
-from sm70_kernels.numpy_sm70 import nvfp4_scale_table
+from sm70_kernels.scale_tables import nvfp4_scale_table
 from sm70_kernels.spec import Projection
 
 if TYPE_CHECKING:

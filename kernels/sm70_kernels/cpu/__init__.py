@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sm70_kernels.numpy_sm70 import NumpyKernel
+from sm70_kernels.scale_tables import raw_code_tables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,7 +89,8 @@ class CppKernel:
             raise ValueError(f"{len(outs)} TP sizes in one call: 1 to {_MAX_SIZES} are possible")
         tables = []
         if layout == "nvfp4-raw":
-            tables = NumpyKernel._raw_tables(gate, up, down, interleave, outs)
+            widths = [out["w13_raw_scale_codes"].shape[-1] for out in outs]
+            tables = raw_code_tables(gate, up, down, interleave=interleave, widths=widths)
             for out in outs:
                 out["w13_raw_global_scales"][:] = gate.global_scale, up.global_scale
                 out["w2_raw_global_scales"][:] = down.global_scale
