@@ -1,9 +1,9 @@
-"""The way a runtime prepares banks at load time, for comparison: unpack, permute, pack, stack.
+"""The way a runtime prepares banks at load time, for comparison: unpack to 8 and 16 bits, permute, pack, stack.
 
     python benchmarks/naive.py MODEL OUT --tp-size 4 --layers 1
 
 Gives the right bytes (AWQ: `awq-half2`, gate and up interleaved; NVFP4: `nvfp4-fp16`, plain), but slowly, one
-byte a weight, and with a whole layer in memory. Word `((n//32)*(K//8) + k//8)*32 + n%32` of a packed matrix
+or two bytes a weight, and with a whole layer in memory. Word `((n//32)*(K//8) + k//8)*32 + n%32` of a packed matrix
 holds column n, and its nibble i is `k = 8*(k//8) + (0,2,4,6,1,3,5,7)[i]`.
 """
 
@@ -78,12 +78,13 @@ def unpack(parts: Parts) -> Matrix:
 
 
 def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Codes [K, N] -> tile order, uint32 [K, N/8]."""
+    """Codes [K, N] -> tile order, uint32 [K, N/8]: widened to 16 bits, permuted, packed, each a pass of its own."""
     k, n = codes.shape
-    tiles = codes.reshape(k // 8, 8, n // 32, 32).transpose(2, 0, 3, 1)[..., TILE_ROWS].astype(np.uint32)
+    wide = codes.astype(np.uint16).reshape(k // 8, 8, n // 32, 32)
+    tiles = np.ascontiguousarray(wide.transpose(2, 0, 3, 1)[..., TILE_ROWS])
     words = np.zeros(tiles.shape[:-1], np.uint32)
     for nibble in range(8):
-        words |= tiles[..., nibble] << np.uint32(4 * nibble)
+        words |= tiles[..., nibble].astype(np.uint32) << np.uint32(4 * nibble)
     return words.reshape(k, n // 8)
 
 

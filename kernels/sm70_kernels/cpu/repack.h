@@ -39,7 +39,7 @@ inline void put(const Target& target, uint8_t* const* places, int64_t offset, co
 }
 
 void awq_weights(const Target& target, const uint32_t* const* source, int64_t k, int64_t n) {
-    constexpr int64_t STRIP = 16;  // words of a row at a time: a cache line
+    constexpr int64_t STRIP = 64;  // words of a row at a time: longer runs to read, yet few tiles to write at once
     const int64_t row = n / 8;
     alignas(64) uint32_t words[2][STRIP * 8], tile[32], padded[64] = {};
     uint8_t* places[2][STRIP / 2][MAX_SIZES];
