@@ -16,8 +16,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import convert_vs_cp
+import hashing
+import kernels
 import naive
 import synthetic
+import verify_vs_read
 from sm70_kernels import reference
 from sm70_kernels.spec import Projection
 
@@ -161,7 +164,7 @@ def test_convert_vs_cp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     if shutil.which("cp") is None:
         pytest.skip("no cp")
     script = Path(convert_vs_cp.__file__).with_name("naive.py")
-    command = f"{{python}} {script} {{model}} {{out}} --tp-size {{tp_size}}"
+    command = f"{{python}} {script} {{model}} {{out}} {{tp_sizes}}"
     sizes = "--layers 1 --layers-growth 2 --experts 2 --hidden 64 --intermediate 128 --group-size 32"
     arguments = [*sizes.split(), "--pairs", "1", "--work", str(tmp_path), "--command", command]
     assert convert_vs_cp.main([*arguments, "--json", str(tmp_path / "figures.json")]) == 0
@@ -169,18 +172,64 @@ def test_convert_vs_cp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert figures["output_bytes"] > 2 * 3 * 64 * 128 // 2
     assert figures["ratio"] == figures["pairs"][0]["cp_seconds"] / figures["pairs"][0]["seconds"]
     assert figures["naive_ratio"] > 0
+    assert figures["tp_sizes"] == [4]
     assert "growth_percent" in figures
     assert "peak_rss_mb" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
 def test_convert_vs_cp_checks() -> None:
-    good = {"ratio": 0.7, "peak_rss_mb": 299.0, "growth_percent": 5.0}
+    good = {"format": "awq", "tp_sizes": [4], "ratio": 1.15, "peak_rss_mb": 119.0, "naive_ratio": 8.0}
     assert convert_vs_cp.failures(good) == []
-    assert convert_vs_cp.failures({"ratio": 1.0, "peak_rss_mb": 1.0}) == []
-    for name, bad in (("ratio", 0.69), ("peak_rss_mb", 300.0), ("growth_percent", 5.1)):
-        (line,) = convert_vs_cp.failures(good | {name: bad})
+    assert convert_vs_cp.failures(good | {"format": "nvfp4", "ratio": 1.0, "naive_ratio": 1.0}) == []
+    assert convert_vs_cp.failures(good | {"tp_sizes": [1, 2], "ratio": 0.87}) == []
+    for name, bad in (
+        ("ratio", {"ratio": 1.149}),
+        ("ratio", {"tp_sizes": [1, 2], "ratio": 0.869}),
+        ("ratio", {"format": "nvfp4", "ratio": 0.999}),
+        ("peak_rss_mb", {"growth_peak_rss_mb": 120.0}),
+        ("naive_ratio", {"naive_ratio": 7.9}),
+    ):
+        (line,) = convert_vs_cp.failures(good | bad)
         assert line.startswith(f"FAILED {name}:")
+
+
+def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SHAPES", {"A": (256, 512, (1, 4)), "B": (64, 32, (1,))})
+    assert kernels.main(["--seconds", "0.0001", "--json", str(tmp_path / "figures.json")]) == 0
+    rows = json.loads((tmp_path / "figures.json").read_text())
+    assert {row["kernel"] for row in rows} == {"naive", *kernels.kernels()}
+    assert {row["layout"] for row in rows} >= {*kernels.AWQ, *kernels.NVFP4}
+    assert all(row["of_memcpy"] > 0 and row["of_naive"] > 0 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+    monkeypatch.setattr(kernels, "WANTED", {"awq-half2": 1e9})
+    assert len(kernels.failures(rows)) == sum(r["kernel"] == "cpp" and r["layout"] == "awq-half2" for r in rows)
+
+
+SMALL = ["--layers=1", "--experts=2", "--hidden=64", "--intermediate=128", "--group-size=32", "--shards=1"]
+
+
+def test_hashing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        hashing.main([*SMALL, "--rounds", "1", "--work", str(tmp_path), "--json", str(tmp_path / "figures.json")]) == 0
+    )
+    rows = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["hash"] for row in rows] == ["none", "blake3", "sha256"]
+    assert rows[0]["wall_over_none"] == 1
+    assert rows[1]["gb_per_cpu_second"] > 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_verify_vs_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*SMALL, "--pairs", "2", "--work", str(tmp_path), "--json", str(tmp_path / "figures.json")]
+    assert verify_vs_read.main(arguments) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert len(figures["pairs"]) == 2
+    assert figures["bytes"] > 2 * 3 * 64 * 128 // 2
+    assert f"ratio {figures['ratio']:.3f}" in capsys.readouterr().out
+    monkeypatch.setattr(verify_vs_read, "MIN_RATIO", 1e9)
+    assert verify_vs_read.main([*arguments, "--check"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED ratio: ")
 
 
 def test_measure() -> None:

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+import gpu_kernels
 from expert_banks import allocate, bits, prepare, random_awq, random_nvfp4, raw
 from sm70_kernels import reference, triton_sm70
 from sm70_kernels.spec import LayerProjection, Projection, RawScaleError
@@ -175,3 +176,9 @@ def test_recorded_layer(path: Path) -> None:
     for rank in range(tp_size):
         for name, array in out.items():
             np.testing.assert_array_equal(array[rank], recording.tensors[f"rank{rank}.{name}"])
+
+
+def test_the_gpu_benchmark_compares_every_layout() -> None:
+    compared, wrong = gpu_kernels.check(torch.device("cpu"))
+    # 2 shapes x 2 x (1 + 2) ranks x 2 experts, of 4 tensors, 6 for nvfp4-raw
+    assert (compared, wrong) == (2 * 2 * 3 * 2 * (4 * 4 + 6), [])
