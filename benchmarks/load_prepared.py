@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Loading prepared banks against plain reads.")
     parser.add_argument("--folder", type=Path, help="a prepared folder with banks for TP 1; made by default")
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--check", action="store_true", help=f"exit 1 if the ratio is below {MIN_RATIO}")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -113,16 +113,15 @@ def main() -> None:
             row = {arm: run(arm, folder) for arm in ARMS[:: 1 if pair % 2 == 0 else -1]}
             if pair >= 0:
                 rows.append(row)
-                if not options.json:
-                    print(f"load {row['load']:.3f} s   read {row['read']:.3f} s", flush=True)
+                print(f"load {row['load']:.3f} s   read {row['read']:.3f} s", flush=True)
     middle = {arm: statistics.median(row[arm] for row in rows) for arm in ARMS}
     speed = {arm: round(size / 1e9 / seconds, 2) for arm, seconds in middle.items()}
     ratio = middle["read"] / middle["load"]
+    print(f"{size / 1e9:.2f} GB: load {speed['load']} GB/s, read {speed['read']} GB/s")
+    print(f"ratio {ratio:.3f} (target {MIN_RATIO} or more)")
     if options.json:
-        print(json.dumps({"bytes": size, "pairs": rows, "gb_per_second": speed, "ratio": round(ratio, 3)}))
-    else:
-        print(f"{size / 1e9:.2f} GB: load {speed['load']} GB/s, read {speed['read']} GB/s")
-        print(f"ratio {ratio:.3f} (target {MIN_RATIO} or more)")
+        document = {"bytes": size, "pairs": rows, "gb_per_second": speed, "ratio": round(ratio, 3)}
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     if options.check and ratio < MIN_RATIO:
         raise SystemExit(1)
 
