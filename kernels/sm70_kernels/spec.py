@@ -43,10 +43,12 @@ class LayerProjection(NamedTuple):
 class RawScaleError(ValueError):
     """A projection whose scales the raw NVFP4 layout cannot hold exactly.
 
-    projection: "gate", "up" or "down". reason: one sentence with the failing code, global and values.
+    projection: "gate", "up" or "down". reason: one sentence with the failing code, global and values. expert: which one of a
+    layer; None from a kernel that sees one expert.
     """
 
-    def __init__(self, projection: str, reason: str) -> None:
+    def __init__(self, projection: str, reason: str, expert: int | None = None) -> None:
         super().__init__(f"{projection}: {reason}")
         self.projection = projection
         self.reason = reason
+        self.expert = expert
