@@ -17,8 +17,8 @@ from sm70_convert import names
 from sm70_convert.bank import HASHES, BankWriter, bank_spec
 from sm70_convert.errors import CheckpointError, Sm70Error, UnsupportedError
 from sm70_convert.expert_tensors import LayerPlan
-from sm70_convert.experts import LayerReader
 from sm70_convert.journal import OpenFolder, open_folder, sealing
+from sm70_convert.layer_reader import LayerReader
 from sm70_convert.layout import bank_tensors
 from sm70_convert.manifest import LayerRecord, SourceRecord
 from sm70_convert.plan import Finding, Plan
