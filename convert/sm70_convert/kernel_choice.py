@@ -144,17 +144,21 @@ def _why_not_cuda(index: int) -> str | None:
         return "no CUDA device was found"
     if index >= len(devices):
         return f"there is no cuda:{index}, the last one is cuda:{len(devices) - 1}"
+    return _torch_cannot_use(index, devices[index].name)
+
+
+def _torch_cannot_use(index: int, name: str) -> str | None:
     try:
         import torch
     except (ImportError, OSError) as exc:
-        return f"torch cannot be imported: {exc}"
+        return f"torch cannot be imported: {first_line(exc)}"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     try:
         # Also finds a torch that was not built for this device.
         torch.zeros(1, device=f"cuda:{index}").add_(1).item()
     except RuntimeError as exc:
-        return f"torch {torch.__version__} cannot use {devices[index].name}: {first_line(exc)}"
+        return f"torch {torch.__version__} cannot use {name}: {first_line(exc)}"
     return None
 
 
