@@ -70,6 +70,7 @@ class DeviceWorker:
                 # The layer's tensors went with that call: their memory goes back before the next layer takes its own.
                 if release := getattr(self._module, "empty_cache", None):
                     release()
+                reader.experts.forget()
         except torch.OutOfMemoryError as exc:
             banks = sum(tp_size * plan.bank_bytes(tp_size) for tp_size in folder.todo)
             sizes = f"{layer.source_bytes} bytes of sources and {banks} of banks"
@@ -79,7 +80,6 @@ class DeviceWorker:
             raise DeviceError(
                 Problem(f"{self._device} failed: {first_line(exc)}", layer=layer.layer, hint=_HINT)
             ) from exc
-        reader.experts.forget()
         return FinishedLayer(layer.layer, list(writers.values()), reader.records(), reader.findings())
 
     def _host(self, nbytes: int) -> torch.Tensor:
