@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
 
 from sm70_kernels import cpu
 from sm70_kernels.cpu import CppKernel
 from sm70_kernels.numpy_sm70 import NumpyKernel
+from sm70_kernels.spec import HostKernel
 
-HostKernel: TypeAlias = NumpyKernel | CppKernel
 HOST_KERNELS: Mapping[str, Callable[[], HostKernel]] = {
     "numpy": NumpyKernel,
     **({"cpp-plain": lambda: CppKernel(vectors=False)} if cpu.available() else {}),

@@ -927,7 +927,7 @@ OTHER_PLANS: dict[str, tuple[After, tuple[object, ...], str]] = {
 
 def interrupted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as a run leaves it that failed before its first layer; gives its journal."""
-    monkeypatch.setattr("sm70_convert.convert.ExpertReader.read", lambda *_: 1 / 0)
+    monkeypatch.setattr("sm70_convert.experts.ExpertReader.read", lambda *_: 1 / 0)
     assert run(source, out).exit_code == 1
     monkeypatch.undo()
     return out / "sm70" / "journal.jsonl"

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from expert_banks import raw
+from fake_gpu import V100, native_ops, pretend
 from sm70_convert.cli import main
 from sm70_kernels import reference
 
@@ -65,7 +66,7 @@ def recordings_of(source: Path) -> dict[tuple[int, bool], dict[str, torch.Tensor
     return found
 
 
-def compare(source: Path, tmp_path: Path) -> int:
+def compare(source: Path, tmp_path: Path, kernel: str) -> int:
     """Converts one recorded layer at all its TP sizes; gives the number of tensors compared."""
     checkpoint = tmp_path / f"{source.stem}-checkpoint"
     make_checkpoint(source, checkpoint)
@@ -79,7 +80,7 @@ def compare(source: Path, tmp_path: Path) -> int:
         sizes_given = [a for t in sizes for a in ("--tp-size", t)]
         switch = "on" if interleaved else "off"
         # The NVFP4 recordings hold scales that overflow on purpose.
-        run(checkpoint, "--out", out, "--interleave", switch, "--allow-nonfinite", *sizes_given)
+        run(checkpoint, "--out", out, "--interleave", switch, "--allow-nonfinite", "--kernel", kernel, *sizes_given)
         run("verify", out, "--source", checkpoint)
         for tp_size in sizes:
             for rank in range(tp_size):
@@ -99,11 +100,22 @@ def compare(source: Path, tmp_path: Path) -> int:
     return compared
 
 
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.name.removesuffix(".hf.safetensors"))
-def test_banks_equal_the_recording(source: Path, tmp_path: Path) -> None:
+def test_banks_equal_the_recording(source: Path, kernel: str, tmp_path: Path) -> None:
     expected = sum(len(tensors) for tensors in recordings_of(source).values())
     assert expected > 0
-    assert compare(source, tmp_path) == expected
+    assert compare(source, tmp_path, kernel) == expected
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.name.removesuffix(".hf.safetensors"))
+def test_banks_of_the_runtimes_ops_equal_the_recording(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, V100)
+    with native_ops() as calls:
+        assert compare(source, tmp_path, "native") == sum(len(t) for t in recordings_of(source).values())
+    assert calls
 
 
 def test_every_recording_is_compared() -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from host_kernels import HOST_KERNELS, HostKernel
+from host_kernels import HOST_KERNELS
 from sm70_kernels import numpy_sm70, scale_tables
 from sm70_kernels.numpy_sm70 import NumpyKernel
 from sm70_kernels.scale_tables import bf16_to_fp16, e4m3_rne, nvfp4_scale_table
-from sm70_kernels.spec import Projection, RawScaleError
+from sm70_kernels.spec import HostKernel, Projection, RawScaleError
 
 Array = np.ndarray[Any, Any]
 GOLDEN = Path(__file__).parent / "golden"

@@ -16,8 +16,8 @@ import click
 
 from sm70_convert import __version__
 from sm70_convert.console import Console
+from sm70_convert.devices import KERNELS
 from sm70_convert.errors import (
-    DeviceError,
     Interrupted,
     OutputError,
     Problem,
@@ -220,6 +220,13 @@ def _signals() -> Iterator[None]:
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder to make.")
 @_planning
 @click.option("--device", default="auto", metavar="auto|cpu|cuda[:i]", show_default=True, help="Where to prepare.")
+@click.option(
+    "--kernel",
+    type=click.Choice(["auto", *KERNELS]),
+    default="auto",
+    show_default=True,
+    help="With what: native and triton run on a GPU, cpp and numpy on the CPU, torch (slow) on both.",
+)
 @_jobs_option
 @click.option(
     "--hash",
@@ -239,6 +246,7 @@ def convert(
     model: str,
     out: Path,
     device: str,
+    kernel: str,
     jobs: int,
     passthrough: str,
     allow_nonfinite: bool,
@@ -249,12 +257,14 @@ def convert(
     **choices: Any,
 ) -> None:
     """Prepare MODEL into DIR (the default command)."""
-    _check_device(device)
     from sm70_convert.hub import resolve
+    from sm70_convert.kernel_choice import choose, settled, workers
     from sm70_convert.plan import build_plan
 
+    choose(device, kernel)  # what is impossible for any checkpoint is said before one is fetched
     with resolve(model, revision, progress=console.shows_progress) as checkpoint:
         plan = build_plan(checkpoint, _plan_options(tp_sizes or (1,), **choices))
+        choice = choose(device, kernel, plan.layout.name)
         # Only now the modules that need numpy: they take up the memory that the headers of a large checkpoint leave free.
         from sm70_convert.convert import run_plan
         from sm70_convert.describe import describe_plan, describe_summary
@@ -269,6 +279,10 @@ def convert(
         if dry_run:
             console.result(*describe_plan(console, plan, model, out, passthrough))
             return
+        choice = settled(choice)
+        if device == "auto":
+            console.note(str(choice))
+        jobs, new_worker = workers(choice, jobs)
         total = sum(layer.source_bytes for layer in plan.layers if layer.layer in plan.selected)
         total += passthrough_bytes(plan, "copy") if plan.options.layers is None else 0
         with console.progress(total, len(plan.selected), "preparing") as (progress, layer_done):
@@ -276,6 +290,7 @@ def convert(
                 plan,
                 out,
                 jobs=jobs,
+                new_worker=new_worker,
                 passthrough=passthrough,
                 allow_nonfinite=allow_nonfinite,
                 overwrite=overwrite,
@@ -284,27 +299,13 @@ def convert(
             )
         if summary.status == "complete":
             console.warn(f"nothing to do; that it holds {model}'s very weights was not checked (verify --source does)")
-        console.result(*describe_summary(console, "convert", summary, plan), essential=False)
+        console.result(*describe_summary(console, "convert", summary, plan, choice), essential=False)
 
 
 def _plan_options(tp_sizes: tuple[int, ...], *, hash_name: str = "blake3", **choices: Any) -> Options:
     from sm70_convert.plan import Options
 
     return Options(tp_sizes=tuple(sorted(set(tp_sizes))), hash=hash_name, **choices)
-
-
-def _check_device(device: str) -> None:
-    if device in ("auto", "cpu"):
-        return
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or (index and not index.isdigit()):
-        raise UsageError(Problem(f"--device {device!r} is not auto, cpu, cuda or cuda:NUMBER"))
-    raise DeviceError(
-        Problem(
-            f"--device {device}: this version has no GPU kernels",
-            hint="use --device cpu: the banks are the same, bit for bit",
-        )
-    )
 
 
 @main.command()
@@ -461,8 +462,12 @@ def env(console: Console, folder: Path | None, tp_size: int | None, acceptance: 
         console.text(acceptance_script())
         return
     from sm70_convert.environment import describe_environment
+    from sm70_convert.kernel_choice import describe_kernels
 
     document, rows = describe_environment()
+    kernels, kernel_rows = describe_kernels()
+    document |= kernels
+    rows += kernel_rows
     if folder is not None:
         from sm70_convert.runtime_check import check_folder
 

@@ -72,6 +72,11 @@ class Console:
         if not self.quiet:
             click.echo(f"{click.style('warning', fg='yellow')}: {printable(text)}", err=True, color=self.color)
 
+    def note(self, text: str) -> None:
+        """A line on stderr for people, about something that was decided for them."""
+        if not (self.quiet or self.as_json):
+            click.echo(printable(text), err=True)
+
     def detail(self, text: str) -> None:
         """A line on stderr with --verbose."""
         if self.verbose:

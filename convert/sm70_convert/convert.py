@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,25 +14,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sm70_convert import names
-from sm70_convert.bank import HASHES, BankWriter, Digest, bank_spec
+from sm70_convert.bank import HASHES, BankWriter, bank_spec
 from sm70_convert.errors import CheckpointError, Sm70Error, UnsupportedError
 from sm70_convert.expert_tensors import LayerPlan
-from sm70_convert.experts import ExpertReader
 from sm70_convert.journal import OpenFolder, open_folder, sealing
+from sm70_convert.layer_reader import LayerReader
 from sm70_convert.layout import bank_tensors
 from sm70_convert.manifest import LayerRecord, SourceRecord
 from sm70_convert.plan import Finding, Plan
 from sm70_convert.seal import Progress, Summary, close_folder, refuse_other_sources
 from sm70_convert.verify import verify_folder
-from sm70_kernels import cpu
-from sm70_kernels.cpu import CppKernel
-from sm70_kernels.numpy_sm70 import NumpyKernel
-from sm70_kernels.spec import RawScaleError
+from sm70_kernels.host import best_kernel
+from sm70_kernels.spec import HostKernel, RawScaleError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _NUMPY: dict[str, Any] = {"I32": np.uint32, "F32": np.float32, "F16": np.uint16, "U8": np.uint8}
+
+# Prepares one layer: (plan, folder, layer, stop, allow_nonfinite, progress). Each worker has one of its own.
+PrepareLayer = Callable[[Plan, OpenFolder, LayerPlan, threading.Event, bool, Progress], "FinishedLayer"]
+
+
+def host_worker(new_kernel: Callable[[], HostKernel] = best_kernel) -> PrepareLayer:
+    """A worker that prepares one expert at a time in host memory."""
+    return functools.partial(_prepare_layer, new_kernel())
 
 
 def run_plan(
@@ -37,6 +46,7 @@ def run_plan(
     out: Path,
     *,
     jobs: int,
+    new_worker: Callable[[], PrepareLayer] = host_worker,
     passthrough: str = "copy",
     allow_nonfinite: bool = False,
     overwrite: bool = False,
@@ -45,6 +55,7 @@ def run_plan(
 ) -> Summary:
     """Carries out a plan into `out`, resuming what an earlier run left. Raises the errors of errors.py.
 
+    new_worker() makes what prepares layers; up to `jobs` of them work at once.
     progress(n) is called for every n source bytes done with, layer_done(layer) for every finished layer.
     """
     with open_folder(plan, out, overwrite=overwrite) as folder:
@@ -58,7 +69,7 @@ def run_plan(
         for layer in resumed:
             layer_done(layer)
         planned = [layer for layer in plan.layers if layer.layer in plan.selected and layer.layer not in folder.done]
-        _prepare_layers(plan, folder, planned, jobs, allow_nonfinite, progress, layer_done)
+        _prepare_layers(plan, folder, planned, jobs, new_worker, allow_nonfinite, progress, layer_done)
         prepared = tuple(layer.layer for layer in planned)
         read = sum(layer.source_bytes for layer in planned)
         written = sum(b.bytes for layer in prepared for b in folder.done[layer].banks)
@@ -78,6 +89,7 @@ def _prepare_layers(
     folder: OpenFolder,
     layers: list[LayerPlan],
     jobs: int,
+    new_worker: Callable[[], PrepareLayer],
     allow_nonfinite: bool,
     progress: Progress,
     layer_done: Progress,
@@ -88,22 +100,22 @@ def _prepare_layers(
     """
     stop = threading.Event()
     waiting = iter(layers)
-    kernels: list[NumpyKernel | CppKernel] = []
+    workers: list[PrepareLayer] = []
 
-    def work(layer: LayerPlan) -> _FinishedLayer | _RefusedLayer:
+    def work(layer: LayerPlan) -> FinishedLayer | _RefusedLayer:
         try:
-            kernel = kernels.pop()
+            worker = workers.pop()
         except IndexError:
-            kernel = CppKernel() if cpu.available() else NumpyKernel()
+            worker = new_worker()
         try:
-            return _prepare_layer(plan, folder, layer, kernel, stop, allow_nonfinite, progress)
+            return worker(plan, folder, layer, stop, allow_nonfinite, progress)
         except (CheckpointError, UnsupportedError) as exc:
             return _RefusedLayer(layer.layer, exc)
         finally:
-            kernels.append(kernel)
+            workers.append(worker)
 
     with ThreadPoolExecutor(max_workers=jobs, thread_name_prefix="layer") as pool:
-        running: set[Future[_FinishedLayer | _RefusedLayer]] = set()
+        running: set[Future[FinishedLayer | _RefusedLayer]] = set()
         try:
             # One more than the workers, so that none waits while this thread syncs.
             while len(running) <= jobs and (layer := next(waiting, None)):
@@ -134,13 +146,13 @@ def _prepare_layers(
                 if (
                     not future.cancelled()
                     and future.exception() is None
-                    and isinstance(done := future.result(), _FinishedLayer)
+                    and isinstance(done := future.result(), FinishedLayer)
                 ):
                     done.discard()
             raise
 
 
-class _Stopped(Exception):  # noqa: N818 - not an error: another layer failed first
+class Stopped(Exception):  # noqa: N818 - not an error: another layer failed first
     """A worker gives up because the run has failed elsewhere."""
 
 
@@ -153,7 +165,7 @@ class _RefusedLayer:
 
 
 @dataclass(frozen=True)
-class _FinishedLayer:
+class FinishedLayer:
     """A layer whose banks are written but not yet durable."""
 
     layer: int
@@ -174,37 +186,41 @@ class _FinishedLayer:
             writer.discard()
 
 
-def _prepare_layer(
-    plan: Plan,
-    folder: OpenFolder,
-    layer: LayerPlan,
-    kernel: NumpyKernel | CppKernel,
-    stop: threading.Event,
-    allow_nonfinite: bool,
-    progress: Progress,
-) -> _FinishedLayer:
-    """Reads, prepares and writes one layer for every rank of every TP size, one expert at a time."""
+@contextmanager
+def bank_writers(plan: Plan, folder: OpenFolder, layer: LayerPlan) -> Iterator[dict[tuple[int, int], BankWriter]]:
+    """The unfinished bank files of one layer, by (TP size, rank). An error removes them."""
     new = HASHES[plan.options.hash]
-    reader = ExpertReader(plan, layer)
-    source_digests: list[Digest] = [new() for _ in layer.sources]
-    outs = {tp_size: expert_arrays(plan, tp_size) for tp_size in folder.todo}
-    notes: dict[str, tuple[int, str]] = {}
     writers: dict[tuple[int, int], BankWriter] = {}
-    expert_bytes = sum(s.nbytes for s in layer.sources)
     try:
         for tp_size in folder.todo:
             for rank in range(tp_size):
                 spec = bank_spec(plan.layout, plan.moe, plan.quantization.group_size, layer.layer, rank, tp_size)
                 writers[tp_size, rank] = BankWriter(folder.root, spec.path, spec.header, new)
+        yield writers
+    except BaseException:
+        for writer in writers.values():
+            writer.discard()
+        raise
+
+
+def _prepare_layer(
+    kernel: HostKernel,
+    plan: Plan,
+    folder: OpenFolder,
+    layer: LayerPlan,
+    stop: threading.Event,
+    allow_nonfinite: bool,
+    progress: Progress,
+) -> FinishedLayer:
+    """Reads, prepares and writes one layer for every rank of every TP size, one expert at a time."""
+    reader = LayerReader(plan, layer, allow_nonfinite=allow_nonfinite)
+    outs = {tp_size: expert_arrays(plan, tp_size) for tp_size in folder.todo}
+    expert_bytes = sum(s.nbytes for s in layer.sources)
+    with bank_writers(plan, folder, layer) as writers:
         for expert in range(plan.moe.experts):
             if stop.is_set():
-                raise _Stopped
+                raise Stopped
             projections = reader.read(expert)
-            for i, raw in reader.raw():
-                source_digests[i].update(raw.data)
-            for note, tensor in reader.check_scales(expert, projections, allow_nonfinite=allow_nonfinite):
-                count, example = notes.get(note, (0, tensor))
-                notes[note] = (count + 1, example)
             try:
                 kernel.prepare(
                     *(projections[p] for p in names.PROJECTIONS),
@@ -213,22 +229,13 @@ def _prepare_layer(
                     outs=list(outs.values()),
                 )
             except RawScaleError as exc:
-                raise reader.raw_layout_failed(expert, exc.projection, exc.reason) from exc
+                raise reader.experts.raw_layout_failed(expert, exc.projection, exc.reason) from exc
             for (tp_size, rank), writer in writers.items():
                 for name, array in outs[tp_size].items():
                     writer.append(name, array[rank])
             progress(expert_bytes)
-        reader.forget()
-    except BaseException:
-        for writer in writers.values():
-            writer.discard()
-        raise
-    sources = tuple(
-        SourceRecord(s.template, names.format_ranges(range(plan.moe.experts)), digest.hexdigest())
-        for s, digest in zip(layer.sources, source_digests, strict=True)
-    )
-    findings = tuple(Finding(note, example, count, layer.layer) for note, (count, example) in sorted(notes.items()))
-    return _FinishedLayer(layer.layer, list(writers.values()), sources, findings)
+        reader.experts.forget()
+    return FinishedLayer(layer.layer, list(writers.values()), reader.records(), reader.findings())
 
 
 def expert_arrays(plan: Plan, tp_size: int) -> dict[str, NDArray[Any]]:

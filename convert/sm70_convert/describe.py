@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sm70_convert.checkpoint import open_checkpoint
 from sm70_convert.console import Console, human_bytes, human_seconds
@@ -19,6 +19,9 @@ from sm70_convert.safetensors_header import read_file_header
 from sm70_convert.seal import Summary
 from sm70_convert.tensor_parallel import legal_sizes
 from sm70_convert.verify import Verification, manifest_moe
+
+if TYPE_CHECKING:
+    from sm70_convert.kernel_choice import Choice
 
 Described = tuple[dict[str, Any], list[tuple[str, str]]]
 
@@ -131,8 +134,10 @@ def _file(path: Path) -> Described:
     return document, rows
 
 
-def describe_summary(console: Console, command: str, summary: Summary, plan: Plan) -> Described:
-    """What a run did, and the next commands."""
+def describe_summary(
+    console: Console, command: str, summary: Summary, plan: Plan, choice: Choice | None = None
+) -> Described:
+    """What a run did, and the next commands. choice: what it prepared with, if it did."""
     seconds = time.monotonic() - console.started
     folder = str(summary.folder)
     if summary.status == "part":
@@ -153,6 +158,7 @@ def describe_summary(console: Console, command: str, summary: Summary, plan: Pla
         "status": summary.status,
         "folder": folder,
         "layout": layout,
+        **({"device": choice.device, "kernel": choice.kernel} if choice else {}),
         "tp_sizes": list(summary.tp_sizes),
         "layers_prepared": list(summary.layers_prepared),
         "layers_resumed": list(summary.layers_resumed),
@@ -172,6 +178,7 @@ def describe_summary(console: Console, command: str, summary: Summary, plan: Pla
         ),
         ("tp sizes", ", ".join(map(str, summary.tp_sizes))),
         ("layout", describe(plan.layout)),
+        *([("kernel", f"{choice.kernel} on {choice.device}")] if choice else []),
         ("read", human_bytes(summary.bytes_read)),
         ("written", f"{human_bytes(summary.bytes_written)} in {human_seconds(seconds)}{rate}"),
         ("findings", console.findings(summary.findings)),

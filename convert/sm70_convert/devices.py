@@ -1,9 +1,17 @@
-"""Which CUDA devices are there, asked of the driver itself, so that no torch is loaded to hear that there is none."""
+"""Which CUDA devices are there, asked of the driver itself, so that no torch is loaded to hear that there is none.
+
+And which kernels there are for them and for the CPU, by name.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+
+# `auto` takes the first that can run. `torch` runs on both, but is slow everywhere and only taken if asked for.
+GPU_KERNELS = ("native", "triton")
+HOST_KERNELS = ("cpp", "numpy")
+KERNELS = (*GPU_KERNELS, *HOST_KERNELS, "torch")
 
 
 @dataclass(frozen=True, slots=True)

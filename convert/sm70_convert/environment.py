@@ -27,6 +27,11 @@ class Runtime:
     folders: tuple[Path, ...]
     distributions: dict[str, str]
 
+    @property
+    def extension(self) -> Path | None:
+        """The library with its ops, `_C.*.so`."""
+        return next((library for folder in self.folders for library in folder.glob("_C.*.so")), None)
+
     def source(self, module: str) -> str:
         """The text of one of its Python modules, such as `envs.py`; empty if it has none."""
         for folder in self.folders:
@@ -52,7 +57,6 @@ def describe_environment() -> tuple[dict[str, Any], list[tuple[str, str]]]:
         "cpus": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         "packages": packages,
         "devices": [{"name": d.name, "capability": list(d.capability)} for d in devices],
-        "kernels": ["numpy", "reference"],
         "runtime": runtime
         and {"kind": runtime.kind, "sm70_ops": runtime.sm70_ops, "distributions": runtime.distributions},
     }
@@ -60,7 +64,6 @@ def describe_environment() -> tuple[dict[str, Any], list[tuple[str, str]]]:
         ("sm70-convert", __version__),
         ("python", f"{document['python']} on {document['platform']}, {document['cpus']} CPUs"),
         *((name, version or "not installed") for name, version in packages.items()),
-        ("kernels", "numpy (used to convert), reference (used to verify --source)"),
         (
             "devices",
             ", ".join(f"{d.name} (sm_{d.capability[0]}{d.capability[1]})" for d in devices) or "no CUDA device",

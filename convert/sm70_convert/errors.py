@@ -13,6 +13,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def first_line(exc: BaseException) -> str:
+    """What a foreign exception says in its first line, or its type if it says nothing."""
+    return str(exc).strip().partition("\n")[0] or type(exc).__name__
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong: a sentence, where it was found, and what to do next."""

@@ -17,7 +17,7 @@ from sm70_convert.layout import RUNTIMES, Layout, asked_layout, bank_tensors, ru
 from sm70_convert.passthrough import output_names, passthrough_bytes
 from sm70_convert.plan import Plan
 from sm70_convert.tensor_parallel import SHOWN_TP_SIZES, why_not
-from sm70_kernels.numpy_sm70 import NumpyKernel
+from sm70_kernels.host import best_kernel
 from sm70_kernels.spec import RawScaleError
 
 _PROBE_BYTES = 32 << 20
@@ -126,7 +126,7 @@ def estimate_seconds(plan: Plan, folder: Path, passthrough: str) -> float | None
     """A rough time for the whole run on one CPU and this disk, from a probe of about a second; None if it cannot be taken."""
     if not plan.tp_sizes or not plan.layers:
         return None
-    reader, kernel = ExpertReader(plan, plan.layers[0]), NumpyKernel()
+    reader, kernel = ExpertReader(plan, plan.layers[0]), best_kernel()
     outs = [expert_arrays(plan, t) for t in plan.tp_sizes]
     start, prepared = time.perf_counter(), 0
     try:
@@ -164,7 +164,7 @@ def _write_speed(folder: Path) -> float:
 def check_all_scales(plan: Plan, progress: Any = lambda _: None) -> list[Problem]:
     """Reads every scale (`plan --scales`): the refusals that the pass which prepares would come to, all of them."""
     problems: list[Problem] = []
-    kernel = NumpyKernel()
+    kernel = best_kernel()
     outs = [expert_arrays(plan, t) for t in plan.tp_sizes or (1,)]
     for layer in plan.layers:
         if layer.layer not in plan.selected:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,14 +26,30 @@ _RAW: dict[str, Any] = {
 }
 
 
-class ExpertReader:
-    """Reads the experts of one layer. The arrays it gives are overwritten by the next expert."""
+def host_buffer(nbytes: int) -> NDArray[np.uint8]:
+    """Ordinary memory."""
+    return np.empty(nbytes, np.uint8)
 
-    def __init__(self, plan: Plan, layer: LayerPlan) -> None:
+
+class ExpertReader:
+    """Reads the experts of one layer. The arrays it gives are overwritten `depth` experts later.
+
+    new_buffer(n): memory of n bytes to read into.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layer: LayerPlan,
+        *,
+        depth: int = 1,
+        new_buffer: Callable[[int], NDArray[np.uint8]] = host_buffer,
+    ) -> None:
         self._plan = plan
         self._sources = layer.sources
         self._layer = layer.layer
-        self._buffers = [np.empty(s.nbytes, np.uint8) for s in layer.sources]
+        self._sets = [[new_buffer(s.nbytes) for s in layer.sources] for _ in range(depth)]
+        self._buffers = self._sets[0]
         self._by_projection = {
             projection: [i for i, s in enumerate(layer.sources) if s.projection == projection]
             for projection in names.PROJECTIONS
@@ -41,6 +57,7 @@ class ExpertReader:
 
     def read(self, expert: int) -> dict[str, Projection]:
         """The gate, up and down of one expert. Raises CheckpointError if a shard cannot be read."""
+        self._buffers = self._sets[expert % len(self._sets)]
         for source, buffer in zip(self._sources, self._buffers, strict=True):
             self._plan.checkpoint.shards[source.files[expert]].read_into(
                 source.offsets[expert], memoryview(buffer.data)

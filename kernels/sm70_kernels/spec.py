@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import numpy as np
     import torch
     from numpy.typing import NDArray
@@ -40,15 +42,31 @@ class LayerProjection(NamedTuple):
     global_scale: torch.Tensor | None
 
 
+class HostKernel(Protocol):
+    """A kernel that prepares one expert in host memory; NumpyKernel says how. One instance per thread."""
+
+    def prepare(
+        self,
+        gate: Projection,
+        up: Projection,
+        down: Projection,
+        *,
+        layout: str,
+        interleave: bool,
+        outs: Sequence[Mapping[str, NDArray[Any]]],
+    ) -> None:
+        """Fills the bank tensors of one expert, for each TP size of `outs`."""
+
+
 class RawScaleError(ValueError):
     """A projection whose scales the raw NVFP4 layout cannot hold exactly.
 
-    projection: "gate", "up" or "down". reason: one sentence with the failing code, global and values. expert: which one
-    of a layer, from a kernel that takes layers.
+    projection: "gate", "up" or "down". reason: one sentence with the failing code, global and values. expert: which one of a
+    layer; None from a kernel that sees one expert.
     """
 
-    def __init__(self, projection: str, reason: str) -> None:
+    def __init__(self, projection: str, reason: str, expert: int | None = None) -> None:
         super().__init__(f"{projection}: {reason}")
         self.projection = projection
         self.reason = reason
-        self.expert: int | None = None
+        self.expert = expert
