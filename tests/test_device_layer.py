@@ -424,7 +424,9 @@ def test_raw_scales_that_are_not_exact_are_4_and_name_the_expert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = made.nvfp4().write(tmp_path / "model")
-    use_kernel(monkeypatch, fails(RawScaleError("up", "because", 3)))
+    error = RawScaleError("up", "because")
+    error.expert = 3
+    use_kernel(monkeypatch, fails(error))
     args = (model, "--out", tmp_path / "out", "--layout", "nvfp4-raw", "--kernel", "torch")
     (problem,) = problems(*args, code=4)
     assert problem["tensor"] == f"{made.EXPERTS}.3.up_proj.weight_scale"

@@ -151,11 +151,12 @@ def _raw_codes(products: Tensor, factors: Tensor, interleave: bool) -> Tensor:
         if failed.any():
             expert, group, column = (int(i) for i in failed.nonzero()[0])
             pairwise = column % 2 if interleave else int(column >= n // 2)
-            raise RawScaleError(
+            error = RawScaleError(
                 ("gate", "up")[pairwise] if factors.shape[1] == 2 else "down",
                 f"code 0x{int(codes[expert, group, column]):02x} with global {float(columns[expert, 0, column]):.9g} does not "
                 f"give the scale {float(products[expert, group, column]):.9g} exactly in the runtime's "
                 f"{'decode' if decode else 'prefill'} ({int(failed[expert].sum())} such scales)",
-                expert,
             )
+            error.expert = expert
+            raise error
     return codes

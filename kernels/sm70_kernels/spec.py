@@ -61,12 +61,12 @@ class HostKernel(Protocol):
 class RawScaleError(ValueError):
     """A projection whose scales the raw NVFP4 layout cannot hold exactly.
 
-    projection: "gate", "up" or "down". reason: one sentence with the failing code, global and values. expert: which one of a
-    layer; None from a kernel that sees one expert.
+    projection: "gate", "up" or "down". reason: one sentence with the failing code, global and values. expert: which one
+    of a layer, from a kernel that takes layers.
     """
 
-    def __init__(self, projection: str, reason: str, expert: int | None = None) -> None:
+    def __init__(self, projection: str, reason: str) -> None:
         super().__init__(f"{projection}: {reason}")
         self.projection = projection
         self.reason = reason
-        self.expert = expert
+        self.expert: int | None = None

@@ -43,7 +43,8 @@ def prepare_layer(
                         *projections, layout=layout, interleave=interleave, rank=rank, tp_size=tp_size
                     )
                 except RawScaleError as exc:
-                    raise RawScaleError(exc.projection, exc.reason, expert) from exc
+                    exc.expert = expert
+                    raise
                 for name, tensor in tensors.items():
                     out[name][rank, expert].copy_(tensor)
 
