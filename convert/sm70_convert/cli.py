@@ -267,7 +267,7 @@ def convert(
         for warning in plan.warnings:
             console.warn(warning)
         if dry_run:
-            console.result(*describe_plan(console, plan, model, out, passthrough))
+            console.result(*describe_plan(plan, model, out, passthrough))
             return
         total = sum(layer.source_bytes for layer in plan.layers if layer.layer in plan.selected)
         total += passthrough_bytes(plan, "copy") if plan.options.layers is None else 0
@@ -321,24 +321,23 @@ def plan(
     **choices: Any,
 ) -> None:
     """Show what would be written, which TP sizes work, memory and time."""
+    from dataclasses import replace
+
     from sm70_convert.describe import describe_plan
-    from sm70_convert.errors import CheckpointError, UnsupportedError
     from sm70_convert.estimate import check_all_scales
     from sm70_convert.hub import resolve
-    from sm70_convert.plan import build_plan
+    from sm70_convert.plan import build_plan, in_order
 
     with resolve(model, revision, progress=console.shows_progress) as checkpoint:
         decided = build_plan(checkpoint, _plan_options(tp_sizes, **choices))
         for warning in decided.warnings:
             console.warn(warning)
         if scales:
-            total = sum(layer.source_bytes for layer in decided.layers)
+            total = sum(layer.source_bytes for layer in decided.layers if layer.layer in decided.selected)
             with console.progress(total, len(decided.selected), "reading scales") as (progress, _):
-                problems = check_all_scales(decided, progress)
-            if problems:
-                refused = [p for p in problems if "nvfp4-raw" not in p.message]
-                raise (CheckpointError if refused else UnsupportedError)(*problems)
-        console.result(*describe_plan(console, decided, model, None, "copy"))
+                found = check_all_scales(decided, progress)
+            decided = replace(decided, findings=in_order((*decided.findings, *found)))
+        console.result(*describe_plan(decided, model, None, "copy"))
 
 
 @main.command()

@@ -16,9 +16,10 @@ from sm70_convert.errors import CheckpointError, Sm70Error, UnsupportedError
 from sm70_convert.expert_tensors import LayerPlan
 from sm70_convert.experts import ExpertReader
 from sm70_convert.journal import OpenFolder, open_folder, sealing
+from sm70_convert.layer_findings import LayerFindings
 from sm70_convert.layout import bank_tensors
 from sm70_convert.manifest import LayerRecord, SourceRecord
-from sm70_convert.plan import Finding, Plan
+from sm70_convert.plan import Finding, Plan, in_order
 from sm70_convert.seal import Progress, Summary, close_folder, refuse_other_sources
 from sm70_convert.verify import verify_folder
 from sm70_kernels.numpy_sm70 import NumpyKernel
@@ -60,9 +61,9 @@ def run_plan(
         prepared = tuple(layer.layer for layer in planned)
         read = sum(layer.source_bytes for layer in planned)
         written = sum(b.bytes for layer in prepared for b in folder.done[layer].banks)
-        findings = tuple(f for layer in sorted(folder.done) for f in folder.done[layer].findings)
         if plan.options.layers is not None:
-            return Summary("part", out, prepared, resumed, folder.todo, read, written, plan.findings + findings)
+            findings = in_order((*plan.findings, *(f for record in folder.done.values() for f in record.findings)))
+            return Summary("part", out, prepared, resumed, folder.todo, read, written, findings)
         assert folder.journal is not None  # noqa: S101 - a run with work to do has a journal
         with sealing(folder.root, [folder.journal]):
             manifest = close_folder(plan, folder.root, folder.sealed, folder.todo, folder.done, passthrough, progress)
@@ -186,7 +187,7 @@ def _prepare_layer(
     reader = ExpertReader(plan, layer)
     source_digests: list[Digest] = [new() for _ in layer.sources]
     outs = {tp_size: expert_arrays(plan, tp_size) for tp_size in folder.todo}
-    notes: dict[str, tuple[int, str]] = {}
+    found = LayerFindings(plan, layer, allow_nonfinite=allow_nonfinite)
     writers: dict[tuple[int, int], BankWriter] = {}
     expert_bytes = sum(s.nbytes for s in layer.sources)
     try:
@@ -200,9 +201,7 @@ def _prepare_layer(
             projections = reader.read(expert)
             for i, raw in reader.raw():
                 source_digests[i].update(raw.data)
-            for note, tensor in reader.check_scales(expert, projections, allow_nonfinite=allow_nonfinite):
-                count, example = notes.get(note, (0, tensor))
-                notes[note] = (count + 1, example)
+            found.check(expert, projections)
             try:
                 kernel.prepare(
                     *(projections[p] for p in names.PROJECTIONS),
@@ -225,8 +224,7 @@ def _prepare_layer(
         SourceRecord(s.template, names.format_ranges(range(plan.moe.experts)), digest.hexdigest())
         for s, digest in zip(layer.sources, source_digests, strict=True)
     )
-    findings = tuple(Finding(note, example, count, layer.layer) for note, (count, example) in sorted(notes.items()))
-    return _FinishedLayer(layer.layer, list(writers.values()), sources, findings)
+    return _FinishedLayer(layer.layer, list(writers.values()), sources, found.findings())
 
 
 def expert_arrays(plan: Plan, tp_size: int) -> dict[str, NDArray[Any]]:
