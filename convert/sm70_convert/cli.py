@@ -382,24 +382,26 @@ def verify(
     from sm70_convert.hub import resolve
     from sm70_convert.manifest import read_manifest
     from sm70_convert.recorded import compare_recorded
-    from sm70_convert.verify import verify_folder, verify_source
+    from sm70_convert.verify import chosen_files, source_bytes, source_plan, verify_folder, verify_source
 
     manifest = read_manifest(folder)
     if rank is not None and rank >= max(manifest.tp_sizes):
         raise UsageError(Problem(f"--rank {rank}: this folder has TP sizes {', '.join(map(str, manifest.tp_sizes))}"))
-    total = sum(r.bytes for r in manifest.files.values())
+    total = 0 if quick else sum(r.bytes for r in chosen_files(manifest, rank))
     with console.progress(total, len(manifest.layers), "verifying") as (progress, _):
-        outcome = verify_folder(folder, quick=quick, rank=rank, jobs=jobs, progress=progress)
+        outcome = verify_folder(folder, manifest, quick=quick, rank=rank, jobs=jobs, progress=progress)
     outcome.raise_if_any()
     if source is not None:
         pinned = (
             manifest.identity["source"].get("commit") if source == manifest.identity["source"].get("repo") else None
         )
-        with (
-            resolve(source, revision or pinned, progress=console.shows_progress) as checkpoint,
-            console.progress(total, len(manifest.layers), "preparing again") as (progress, _),
-        ):
-            outcome = verify_source(folder, checkpoint, sample=sample, rank=rank, progress=progress)
+        with resolve(source, revision or pinned, progress=console.shows_progress) as checkpoint:
+            plan = source_plan(manifest, checkpoint)
+            total = source_bytes(plan, manifest, sample)
+            with console.progress(total, len(manifest.layers), "preparing again") as (progress, layer_done):
+                outcome = verify_source(
+                    folder, manifest, plan, sample=sample, rank=rank, progress=progress, layer_done=layer_done
+                )
         outcome.raise_if_any()
     if against:
         outcome = replace(outcome, against=compare_recorded(manifest, against, rank=rank))

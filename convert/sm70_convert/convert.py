@@ -49,7 +49,7 @@ def run_plan(
     with open_folder(plan, out, overwrite=overwrite) as folder:
         if folder.sealed:
             # Before it is called done, or vouched for anew: what was sealed must still be there.
-            verify_folder(folder.root, quick=True).raise_if_damaged()
+            verify_folder(folder.root, folder.sealed, quick=True).raise_if_damaged()
         if not folder.todo:
             assert folder.sealed is not None  # noqa: S101 - nothing to do means sealed
             return Summary("complete", out, (), (), folder.sealed.tp_sizes, 0, 0, folder.sealed.findings)

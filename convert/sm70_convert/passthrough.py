@@ -100,13 +100,10 @@ def _rewrite(plan: Plan, root: Path, shard: PassthroughShard, on_bytes: Callable
     """A shard with only what passes through, in the source's order."""
     refs = [plan.checkpoint.refs[t] for t in shard.tensors]
     header = build_header([(r.name, r.dtype, r.shape) for r in refs], {"format": "pt"})
-    buffer = memoryview(bytearray(CHUNK))
     source = plan.checkpoint.shards[shard.name]
     with BankWriter(root, shard.name, header, HASHES[plan.options.hash]) as writer:
         for ref in refs:
-            for start in range(0, ref.nbytes, CHUNK):
-                piece = buffer[: min(CHUNK, ref.nbytes - start)]
-                source.read_into(ref.offset + start, piece)
+            for piece in source.pieces(ref.offset, ref.nbytes):
                 writer.append(ref.name, piece)
                 on_bytes(len(piece))
         return writer.commit()
