@@ -167,11 +167,17 @@ def parts(kind: Kind, k: int, n: int, group: int) -> dict[str, tuple[str, tuple[
 
 
 def random_source(
-    rng: np.random.Generator, kind: Kind, hidden: int, intermediate: int, group: int, *, same_globals: bool = False
+    rng: np.random.Generator, kind: Kind, hidden: int, intermediate: int, group: int, *, doubled: bool = False
 ) -> Source:
-    """Random words; scales whose products are ordinary positive fp16 numbers."""
+    """Random words; scales whose products are ordinary positive fp16 numbers.
+
+    doubled: up's global scale is twice gate's, a difference that an interleaved raw bank can hold; else all are random.
+    """
     tensors: dict[tuple[str, str], Array] = {}
-    common = rng.integers(17, 64)
+    # Of few bits, so that every product is exact in fp16, and the raw layout can hold it.
+    factors = dict(zip(PROJECTIONS, rng.integers(17, 64, 3).tolist(), strict=True))
+    if doubled:
+        factors["gate"], factors["up"] = factors["gate"] // 2, factors["gate"] // 2 * 2
     for projection in PROJECTIONS:
         k, n = (intermediate, hidden) if projection == "down" else (hidden, intermediate)
         for part, (dtype, shape) in parts(kind, k, n, group).items():
@@ -181,12 +187,9 @@ def random_source(
                 words = values.astype(np.float16).view(np.uint16) if dtype == "F16" else values.view(np.uint32) >> 16
                 data = words.astype(np.uint16).view(np.uint8)
             elif part == "weight_scale":
-                data = rng.integers(0x30, 0x7E, count, np.uint8)
+                data = rng.integers(0x30, 0x76, count, np.uint8)
             elif part == "weight_scale_2":
-                # Of few bits, so that every product is exact in fp16, and the raw layout can hold it.
-                data = np.array([(common if same_globals else rng.integers(17, 64)) * 2.0**-17], np.float32).view(
-                    np.uint8
-                )
+                data = np.array([factors[projection] * 2.0**-17], np.float32).view(np.uint8)
             else:
                 data = rng.integers(0, 256, count * (1 if dtype == "U8" else 4), np.uint8)
             tensors[projection, part] = data

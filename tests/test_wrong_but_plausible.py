@@ -31,8 +31,8 @@ class Case(NamedTuple):
 
     def source(self, seed: int) -> Source:
         rng = np.random.default_rng(seed)
-        same = self.layout == "nvfp4-raw" and self.interleave  # the raw layout holds unlike globals only side by side
-        return random_source(rng, self.kind, self.hidden, self.intermediate, self.group, same_globals=same)
+        doubled = self.layout == "nvfp4-raw" and self.interleave
+        return random_source(rng, self.kind, self.hidden, self.intermediate, self.group, doubled=doubled)
 
     def forms(self) -> list[Form]:
         shape = (self.hidden, self.intermediate, self.group)
@@ -81,7 +81,7 @@ def mutation(
     if ordinary and part == "scales":
         byte -= byte % 2  # not the exponent
     elif ordinary and part == "weight_scale":
-        low, high = 8, 0x7F
+        low, high = 0x10, 0x76
     elif ordinary and part == "weight_scale_2":
         byte, low = 2, int(data[2]) & 0x80  # the high seven bits of the mantissa
         high = low + 0x80
@@ -153,7 +153,7 @@ def test_regrouped_banks_dequantise_to_the_source(
 SIZES, EXPERTS, LAYERS = (1, 2), 4, 2
 
 
-def checkpoint(kind: Kind, *, same_globals: bool) -> tuple[Made, dict[tuple[int, int], Source]]:
+def checkpoint(kind: Kind, *, doubled: bool) -> tuple[Made, dict[tuple[int, int], Source]]:
     """A checkpoint, and each (layer, expert) of it as a Source."""
     rng = np.random.default_rng(7)
     shape = {"layers": LAYERS, "experts": EXPERTS, "hidden": 64, "intermediate": 128}
@@ -161,7 +161,7 @@ def checkpoint(kind: Kind, *, same_globals: bool) -> tuple[Made, dict[tuple[int,
     sources = {}
     for layer in range(LAYERS):
         for expert in range(EXPERTS):
-            source = random_source(rng, kind, 64, 128, 32 if kind.format == "awq" else 16, same_globals=same_globals)
+            source = random_source(rng, kind, 64, 128, 32 if kind.format == "awq" else 16, doubled=doubled)
             sources[layer, expert] = source
             for (projection, part), data in source.tensors.items():
                 name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.{part}"
@@ -217,7 +217,7 @@ def put_expert(files: dict[str, bytes], tp_size: int, layer: int, expert: int, b
 def test_a_changed_byte_of_a_checkpoint_changes_its_own_bytes_of_the_banks_on_disk(
     kind: Kind, layout: str, interleave: bool, tmp_path: Path
 ) -> None:
-    whole, sources = checkpoint(kind, same_globals=layout == "nvfp4-raw" and interleave)
+    whole, sources = checkpoint(kind, doubled=layout == "nvfp4-raw" and interleave)
     before = converted(whole, tmp_path / "before", layout, interleave)
     case = Case(kind, layout, interleave, 64, 128, 32 if kind.format == "awq" else 16, SIZES)
     rng = seeded(case)
