@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sm70_convert import names
-from sm70_convert.bank import HASHES, FileRecord, bank_spec, layer_bank_paths, measure
-from sm70_convert.checkpoint import Checkpoint
+from sm70_convert.bank import HASHES, FileRecord, bank_spec, digests_of, layer_bank_paths, measure
+from sm70_convert.checkpoint import CONFIG, INDEX, Checkpoint
 from sm70_convert.errors import IntegrityError, Problem, Sm70Error, UsageError
 from sm70_convert.expert_tensors import LayerPlan
 from sm70_convert.experts import ExpertReader
 from sm70_convert.layout import Layout, MoeShape
 from sm70_convert.manifest import MANIFEST, SUMS, Manifest, difference, plan_identity
+from sm70_convert.passthrough import SENTINEL, config_bytes, index_bytes, rewritten_header, sentinel_header
 from sm70_convert.plan import Options, Plan, build_plan
-from sm70_convert.safetensors_header import Header
+from sm70_convert.safetensors_header import Header, read_file_header
 
 if TYPE_CHECKING:
     import torch
@@ -227,8 +228,8 @@ def source_plan(manifest: Manifest, checkpoint: Checkpoint) -> Plan:
 
 
 def source_bytes(plan: Plan, manifest: Manifest, sample: int | None) -> int:
-    """The bytes that verify_source() tells its progress of: tensors that pass through, and the sources of the chosen experts."""
-    passing = {shard.name for shard in plan.passthrough}
+    """The bytes that verify_source() tells its progress of: what passes through, and the sources of the chosen experts."""
+    passing = {*plan.checkpoint.extras, *(shard.name for shard in plan.passthrough)}
     experts = len(_chosen_experts(plan, 0, sample))
     return sum(r.bytes for r in manifest.passthrough if r.path in passing) + sum(
         experts * s.nbytes for layer in plan.layers for s in layer.sources
@@ -250,7 +251,7 @@ def verify_source(
     plan: from source_plan(). sample: this many experts a layer (always the same ones for a layer), else all: what is wrong with
     the others stays unseen. The files must have passed verify_folder().
     """
-    problems = list(_wrong_passthrough(folder, plan, progress))
+    problems = list(_wrong_passthrough(folder, manifest, plan, progress))
     experts = tensors = 0
     for layer in plan.layers:
         prepared, compared, found = _verify_layer(folder, plan, layer, sample, rank, progress)
@@ -318,18 +319,34 @@ def _bank_expert(fd: int, header: Header, expert: int, experts: int) -> dict[str
     return {name: os.pread(fd, size[name], e.offset + expert * size[name]) for name, e in header.tensors.items()}
 
 
-def _wrong_passthrough(folder: Path, plan: Plan, progress: Progress) -> Iterator[Problem]:
-    """Tensors of the passthrough that are not byte for byte the source's."""
+def _wrong_passthrough(folder: Path, manifest: Manifest, plan: Plan, progress: Progress) -> Iterator[Problem]:
+    """What passes through and is not byte for byte the source's, or what its source makes."""
+    hash_name = plan.options.hash
     for shard in plan.passthrough:
         try:
-            found = measure(folder / shard.name, shard.name, HASHES[plan.options.hash], then=progress).tensors
+            found = measure(folder / shard.name, shard.name, HASHES[hash_name], then=progress).tensors
+            header = read_file_header(folder / shard.name, shard.name, error=IntegrityError).raw
         except IntegrityError as exc:
             yield from exc.problems
             continue
         wanted = _tensor_digests(plan, shard.tensors)
-        for tensor in sorted(set(found) | set(wanted)):
-            if found.get(tensor) != wanted.get(tensor):
-                yield Problem("is not the source's tensor", tensor, shard.name, hint=_RESTORE)
+        wrong = [tensor for tensor in sorted(set(found) | set(wanted)) if found.get(tensor) != wanted.get(tensor)]
+        for tensor in wrong:
+            yield Problem("is not the source's tensor", tensor, shard.name, hint=_RESTORE)
+        digests = plan.checkpoint.shards[shard.name].header_digests
+        if not shard.whole:
+            digests = digests_of(rewritten_header(plan, shard).raw)
+        if not wrong and digests_of(header)[hash_name] != digests[hash_name]:
+            yield Problem("has another header than its source makes", file=shard.name, hint=_RESTORE)
+    # A hub snapshot and a folder of the same checkpoint may differ in how many other files they bring.
+    for name in sorted(set(plan.checkpoint.extras) & {p.path for p in manifest.passthrough}):
+        source = measure(plan.checkpoint.folder / name, name, HASHES[hash_name], plain=True)
+        if measure(folder / name, name, HASHES[hash_name], then=progress, plain=True) != source:
+            yield Problem("is not the source's file", file=name, hint=_RESTORE)
+    sentinel = sentinel_header().raw + b"\0"
+    for name, data in ((CONFIG, config_bytes(plan)), (INDEX, index_bytes(plan)), (SENTINEL, sentinel)):
+        if (folder / name).read_bytes() != data:
+            yield Problem("is not what its source makes", file=name, hint=_RESTORE)
 
 
 def _tensor_digests(plan: Plan, tensors: tuple[str, ...]) -> dict[str, str]:
