@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from made import (
     EXPERTS,
     INDEX,
+    LEFT_OUT,
     PROJECTIONS,
     SINGLE,
     Made,
@@ -515,6 +516,9 @@ def test_a_bad_checkpoint_is_refused_by_name_and_nothing_is_sealed(case: Case, t
 
 
 # What is odd, but converted.
+FAR_LARGER = "largest scale is over 64 times the median of its layer's experts"
+
+
 def finding(message: str, example: str, count: int = 1, layer: int | None = 0) -> dict[str, Any]:
     return {"message": message, "example": example, "count": count, "layer": layer}
 
@@ -596,9 +600,12 @@ def quantised_router(format_: str) -> Edit:
 
 
 for _name, _make, _edit, _part, _ in NONFINITE:
-    converted(f"6-{_name}-allowed", _make, _edit,
-              finding("scales that are not finite in fp16 were kept", f"{EXPERTS}.2.{_part}"),
-              args=("--allow-nonfinite",))  # fmt: skip
+    _where = f"{EXPERTS}.2.{_part}"
+    _sign = "some scales are negative" if _make is awq else "some block scales are negative"
+    _found = [finding(FAR_LARGER, _where)] if "product" in _name else []
+    _found += [finding("scales that are not finite in fp16 were kept", _where)]
+    _found += [finding(_sign, _where)] if "negative" in _name else []
+    converted(f"6-{_name}-allowed", _make, _edit, *_found, args=("--allow-nonfinite",))
 converted("2-header-of-100000-bytes", awq, nothing, after=header_of_100_000, like=True)
 converted("2-shard-without-tensors", partial(awq, shards=2), empty_shard, like=True)
 converted("2-shard-without-tensors-beside-an-index", partial(awq, shards=2), nothing,
@@ -612,15 +619,17 @@ converted("3-unindexed-file", partial(awq, shards=2), nothing,
           after=unindexed, like=True)  # fmt: skip
 converted("3-lone-index-beside-one-file", awq, lambda m: setattr(m, "index", True), like=True)
 converted("5-gate-and-up-globals-differ", nvfp4, other_globals,
-          finding("gate and up have different global scales", f"{EXPERTS}.1.gate_proj.weight_scale", 2))  # fmt: skip
+          finding("gate and up have different global scales", f"{EXPERTS}.1.gate_proj.weight_scale_2", 2))  # fmt: skip
 converted("5-globals-of-one-element", nvfp4, globals_as_vectors(0, 1, 2, 3), like=True)
 converted("5-globals-of-both-shapes", nvfp4, globals_as_vectors(0, 2), like=True)
-converted("6-awq-largest-product", awq, awq_product(4364, 15))  # 65460, which fp16 can hold
-converted("6-nvfp4-largest-product", nvfp4, nvfp4_code(0x7E, 146.2))
+converted("6-awq-largest-product", awq, awq_product(4364, 15),  # 65460, which fp16 can hold
+          finding(FAR_LARGER, f"{EXPERTS}.2.up_proj.scales"))  # fmt: skip
+converted("6-nvfp4-largest-product", nvfp4, nvfp4_code(0x7E, 146.2),
+          finding(FAR_LARGER, f"{EXPERTS}.2.down_proj.weight_scale"))  # fmt: skip
 converted("6-nvfp4-global-of-1e-40", nvfp4, nvfp4_code(0x38, 1e-40),
-          finding("subnormal global scale 9.99995e-41", f"{EXPERTS}.2.down_proj.weight_scale"))  # fmt: skip
+          finding("global scale is subnormal", f"{EXPERTS}.2.down_proj.weight_scale_2"))  # fmt: skip
 converted("6-nvfp4-global-of-zero", nvfp4, nvfp4_code(0x38, 0.0),
-          finding("global scale is zero", f"{EXPERTS}.2.down_proj.weight_scale"))  # fmt: skip
+          finding("global scale is zero", f"{EXPERTS}.2.down_proj.weight_scale_2"))  # fmt: skip
 converted("6-nvfp4-all-block-scales-zero", nvfp4, zero_scales("weight_scale"),
           finding("all block scales are zero", f"{EXPERTS}.2.up_proj.weight_scale"))  # fmt: skip
 converted("6-awq-all-scales-zero", awq, zero_scales("scales"),
@@ -639,9 +648,12 @@ def test_an_odd_checkpoint_is_converted_and_what_is_odd_is_noted(odd: Odd, tmp_p
     odd.after(source)
     document = seal(source, out, *odd.args)
     assert document["status"] == "sealed"
-    assert document["findings"] == odd.findings
+    findings = list(odd.findings)
+    if unneeded := sorted(n for n in made.tensors if n.startswith(EXPERTS) and n.endswith(".input_scale")):
+        findings.append(finding(LEFT_OUT, unneeded[0], len(unneeded)))
+    assert document["findings"] == findings
     manifest = json.loads((out / "sm70" / "manifest.json").read_bytes())
-    assert manifest["findings"] == odd.findings
+    assert manifest["findings"] == findings
     assert temporary_files(out) == []
     if odd.like:
         seal(odd.make().write(tmp_path / "clean"), tmp_path / "like")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sm70_convert.bank import digests_of
+from sm70_convert.bank import CHUNK, digests_of
 from sm70_convert.errors import CheckpointError, Problem, Problems, UnsupportedError
 from sm70_convert.safetensors_header import Header, read_header
 from sm70_convert.strict_json import load_object
@@ -108,6 +108,14 @@ class Shard:
                     Problem(f"became shorter while it was read (no byte at {offset + done})", file=self.name)
                 )
             done += count
+
+    def pieces(self, offset: int, count: int) -> Iterator[memoryview]:
+        """`count` bytes from `offset` in pieces of up to 4 MiB, each overwriting the one before. Raises as read_into()."""
+        buffer = memoryview(bytearray(min(CHUNK, count)))
+        for start in range(0, count, CHUNK):
+            piece = buffer[: min(CHUNK, count - start)]
+            self.read_into(offset + start, piece)
+            yield piece
 
     def forget(self, offset: int, count: int) -> None:
         """Tells the page cache that these bytes are not needed again."""

@@ -277,7 +277,7 @@ def convert(
         for warning in plan.warnings:
             console.warn(warning)
         if dry_run:
-            console.result(*describe_plan(console, plan, model, out, passthrough))
+            console.result(*describe_plan(plan, model, out, passthrough))
             return
         choice = settled(choice)
         if device == "auto":
@@ -322,24 +322,23 @@ def plan(
     **choices: Any,
 ) -> None:
     """Show what would be written, which TP sizes work, memory and time."""
+    from dataclasses import replace
+
     from sm70_convert.describe import describe_plan
-    from sm70_convert.errors import CheckpointError, UnsupportedError
     from sm70_convert.estimate import check_all_scales
     from sm70_convert.hub import resolve
-    from sm70_convert.plan import build_plan
+    from sm70_convert.plan import build_plan, in_order
 
     with resolve(model, revision, progress=console.shows_progress) as checkpoint:
         decided = build_plan(checkpoint, _plan_options(tp_sizes, **choices))
         for warning in decided.warnings:
             console.warn(warning)
         if scales:
-            total = sum(layer.source_bytes for layer in decided.layers)
+            total = sum(layer.source_bytes for layer in decided.layers if layer.layer in decided.selected)
             with console.progress(total, len(decided.selected), "reading scales") as (progress, _):
-                problems = check_all_scales(decided, progress)
-            if problems:
-                refused = [p for p in problems if "nvfp4-raw" not in p.message]
-                raise (CheckpointError if refused else UnsupportedError)(*problems)
-        console.result(*describe_plan(console, decided, model, None, "copy"))
+                found = check_all_scales(decided, progress)
+            decided = replace(decided, findings=in_order((*decided.findings, *found)))
+        console.result(*describe_plan(decided, model, None, "copy"))
 
 
 @main.command()
@@ -384,24 +383,26 @@ def verify(
     from sm70_convert.hub import resolve
     from sm70_convert.manifest import read_manifest
     from sm70_convert.recorded import compare_recorded
-    from sm70_convert.verify import verify_folder, verify_source
+    from sm70_convert.verify import chosen_files, source_bytes, source_plan, verify_folder, verify_source
 
     manifest = read_manifest(folder)
     if rank is not None and rank >= max(manifest.tp_sizes):
         raise UsageError(Problem(f"--rank {rank}: this folder has TP sizes {', '.join(map(str, manifest.tp_sizes))}"))
-    total = sum(r.bytes for r in manifest.files.values())
+    total = 0 if quick else sum(r.bytes for r in chosen_files(manifest, rank))
     with console.progress(total, len(manifest.layers), "verifying") as (progress, _):
-        outcome = verify_folder(folder, quick=quick, rank=rank, jobs=jobs, progress=progress)
+        outcome = verify_folder(folder, manifest, quick=quick, rank=rank, jobs=jobs, progress=progress)
     outcome.raise_if_any()
     if source is not None:
         pinned = (
             manifest.identity["source"].get("commit") if source == manifest.identity["source"].get("repo") else None
         )
-        with (
-            resolve(source, revision or pinned, progress=console.shows_progress) as checkpoint,
-            console.progress(total, len(manifest.layers), "preparing again") as (progress, _),
-        ):
-            outcome = verify_source(folder, checkpoint, sample=sample, rank=rank, progress=progress)
+        with resolve(source, revision or pinned, progress=console.shows_progress) as checkpoint:
+            plan = source_plan(manifest, checkpoint)
+            total = source_bytes(plan, manifest, sample)
+            with console.progress(total, len(manifest.layers), "preparing again") as (progress, layer_done):
+                outcome = verify_source(
+                    folder, manifest, plan, sample=sample, rank=rank, progress=progress, layer_done=layer_done
+                )
         outcome.raise_if_any()
     if against:
         outcome = replace(outcome, against=compare_recorded(manifest, against, rank=rank))

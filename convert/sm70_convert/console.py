@@ -8,16 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from sm70_convert.errors import Sm70Error, printable
-
-if TYPE_CHECKING:
-    from sm70_convert.plan import Finding
-
-SHOWN_FINDINGS = 10
 
 
 def human_bytes(count: float) -> str:
@@ -93,14 +88,6 @@ class Console:
             styled = f"{click.style(head, fg=colors[head], bold=True)}: {rest}" if head in colors else line
             click.echo(styled, err=True, color=self.color)
 
-    def findings(self, findings: Sequence[Finding]) -> str:
-        """One cell that lists findings, the first ten."""
-        if not findings:
-            return "none"
-        lines = [f"{_where(f)}{f.message}: {f.count} (such as {f.example})" for f in findings[:SHOWN_FINDINGS]]
-        rest = len(findings) - len(lines)
-        return "; ".join(lines) + (f"; and {rest} more, all in the manifest" if rest else "")
-
     @contextmanager
     def progress(
         self, total_bytes: int, layers: int, what: str
@@ -126,7 +113,3 @@ class Console:
                 self.detail(f"layer {layer} done")
 
             yield bar.update, layer_done
-
-
-def _where(finding: Finding) -> str:
-    return "" if finding.layer is None else f"layer {finding.layer}: "

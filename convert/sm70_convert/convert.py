@@ -21,7 +21,7 @@ from sm70_convert.journal import OpenFolder, open_folder, sealing
 from sm70_convert.layer_reader import LayerReader
 from sm70_convert.layout import bank_tensors
 from sm70_convert.manifest import LayerRecord, SourceRecord
-from sm70_convert.plan import Finding, Plan
+from sm70_convert.plan import Finding, Plan, in_order
 from sm70_convert.seal import Progress, Summary, close_folder, refuse_other_sources
 from sm70_convert.verify import verify_folder
 from sm70_kernels.host import best_kernel
@@ -61,7 +61,7 @@ def run_plan(
     with open_folder(plan, out, overwrite=overwrite) as folder:
         if folder.sealed:
             # Before it is called done, or vouched for anew: what was sealed must still be there.
-            verify_folder(folder.root, quick=True).raise_if_damaged()
+            verify_folder(folder.root, folder.sealed, quick=True).raise_if_damaged()
         if not folder.todo:
             assert folder.sealed is not None  # noqa: S101 - nothing to do means sealed
             return Summary("complete", out, (), (), folder.sealed.tp_sizes, 0, 0, folder.sealed.findings)
@@ -73,9 +73,9 @@ def run_plan(
         prepared = tuple(layer.layer for layer in planned)
         read = sum(layer.source_bytes for layer in planned)
         written = sum(b.bytes for layer in prepared for b in folder.done[layer].banks)
-        findings = tuple(f for layer in sorted(folder.done) for f in folder.done[layer].findings)
         if plan.options.layers is not None:
-            return Summary("part", out, prepared, resumed, folder.todo, read, written, plan.findings + findings)
+            findings = in_order((*plan.findings, *(f for record in folder.done.values() for f in record.findings)))
+            return Summary("part", out, prepared, resumed, folder.todo, read, written, findings)
         assert folder.journal is not None  # noqa: S101 - a run with work to do has a journal
         with sealing(folder.root, [folder.journal]):
             manifest = close_folder(plan, folder.root, folder.sealed, folder.todo, folder.done, passthrough, progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from sm70_convert.errors import CheckpointError, IntegrityError, Problem
 from sm70_convert.estimate import describe, estimate_seconds, nearest_folder, output_bytes, tp_estimates
 from sm70_convert.manifest import MANIFEST, read_manifest
 from sm70_convert.names import format_ranges
-from sm70_convert.plan import Options, Plan, banked_names, build_plan, dropped_names
+from sm70_convert.plan import Finding, Options, Plan, banked_names, build_plan, dropped_names
 from sm70_convert.safetensors_header import read_file_header
 from sm70_convert.seal import Summary
 from sm70_convert.tensor_parallel import legal_sizes
@@ -37,6 +38,19 @@ def describe_path(path: Path) -> Described:
     raise CheckpointError(Problem("is neither a folder nor a file", file=str(path)))
 
 
+def findings_rows(findings: Sequence[Finding]) -> list[tuple[str, str]]:
+    """Findings for people: one row for each kind, counted over its layers, with the first example."""
+    kinds: dict[str, list[Finding]] = {}
+    for finding in findings:
+        kinds.setdefault(finding.message, []).append(finding)
+    rows = []
+    for message, found in kinds.items():
+        layers = [f.layer for f in found if f.layer is not None]
+        where = f" in layer{'s' if len(layers) > 1 else ''} {format_ranges(layers)}" if layers else ""
+        rows.append(("", f"{message}: {sum(f.count for f in found)}{where} (such as {found[0].example})"))
+    return [("findings", rows[0][1] if rows else "none"), *rows[1:]]
+
+
 def _prepared(path: Path) -> Described:
     manifest = read_manifest(path)
     moe, layout, _ = manifest_moe(manifest)
@@ -57,7 +71,7 @@ def _prepared(path: Path) -> Described:
         "hash": manifest.hash,
         "bank_bytes": dict(sorted(per_rank.items())),
         "passthrough_bytes": sum(p.bytes for p in manifest.passthrough),
-        "findings": len(manifest.findings),
+        "findings": [asdict(f) for f in manifest.findings],
     }
     rows = [
         ("prepared", str(path)),
@@ -70,7 +84,7 @@ def _prepared(path: Path) -> Described:
         ("layout", describe(layout)),
         *((name, human_bytes(size)) for name, size in sorted(per_rank.items())),
         ("passthrough", human_bytes(document["passthrough_bytes"])),
-        ("findings", str(len(manifest.findings))),
+        *findings_rows(manifest.findings),
     ]
     return document, rows
 
@@ -96,7 +110,7 @@ def _checkpoint(path: Path) -> Described:
             "tp_sizes": list(legal),
             "expert_bytes": source,
             "other_bytes": rest,
-            "findings": len(plan.findings),
+            "findings": [asdict(f) for f in plan.findings],
         }  # fmt: skip
         rows = [
             ("checkpoint", str(path)),
@@ -112,7 +126,7 @@ def _checkpoint(path: Path) -> Described:
             ("layers", f"{format_ranges(moe.layers)} ({len(moe.layers)})"),
             ("bytes", f"{human_bytes(source)} of experts, {human_bytes(rest)} of the rest"),
             ("TP sizes", ", ".join(map(str, legal)) or "none"),
-            ("findings", str(len(plan.findings))),
+            *findings_rows(plan.findings),
         ]
         return document, rows
 
@@ -181,13 +195,13 @@ def describe_summary(
         *([("kernel", f"{choice.kernel} on {choice.device}")] if choice else []),
         ("read", human_bytes(summary.bytes_read)),
         ("written", f"{human_bytes(summary.bytes_written)} in {human_seconds(seconds)}{rate}"),
-        ("findings", console.findings(summary.findings)),
+        *findings_rows(summary.findings),
         *(("next", step) for step in steps),
     ]
     return document, rows
 
 
-def describe_plan(console: Console, decided: Plan, model: str, out: Path | None, passthrough: str) -> Described:
+def describe_plan(decided: Plan, model: str, out: Path | None, passthrough: str) -> Described:
     """What a plan would do and cost."""
     seconds = estimate_seconds(decided, nearest_folder(out or Path()), passthrough)
     sizes = tp_estimates(decided)
@@ -245,8 +259,7 @@ def describe_plan(console: Console, decided: Plan, model: str, out: Path | None,
             )
         )
         rows += [("", f"{runtime} asks for {asked}") for runtime, asked in size.asked.items()]
-    rows.append(("findings", console.findings(decided.findings)))
-    return document, rows
+    return document, rows + findings_rows(decided.findings)
 
 
 def describe_verification(folder: Path, outcome: Verification) -> Described:

@@ -11,11 +11,12 @@ from typing import Any
 from sm70_convert import names
 from sm70_convert.bank import HASHES, bank_path
 from sm70_convert.convert import expert_arrays
-from sm70_convert.errors import OutputError, Problem, Sm70Error
+from sm70_convert.errors import CheckpointError, OutputError, Problem, Problems, Sm70Error, UnsupportedError
 from sm70_convert.experts import ExpertReader
+from sm70_convert.layer_findings import LayerFindings
 from sm70_convert.layout import RUNTIMES, Layout, asked_layout, bank_tensors, runtime_takes
 from sm70_convert.passthrough import output_names, passthrough_bytes
-from sm70_convert.plan import Plan
+from sm70_convert.plan import Finding, Plan
 from sm70_convert.tensor_parallel import SHOWN_TP_SIZES, why_not
 from sm70_kernels.host import best_kernel
 from sm70_kernels.spec import RawScaleError
@@ -161,30 +162,37 @@ def _write_speed(folder: Path) -> float:
         os.close(fd)
 
 
-def check_all_scales(plan: Plan, progress: Any = lambda _: None) -> list[Problem]:
-    """Reads every scale (`plan --scales`): the refusals that the pass which prepares would come to, all of them."""
-    problems: list[Problem] = []
+def check_all_scales(plan: Plan, progress: Any = lambda _: None) -> tuple[Finding, ...]:
+    """Reads every scale (`plan --scales`): what the pass which prepares would find.
+
+    Raises one error with all of the refusals that it would come to.
+    """
+    problems = Problems()
+    findings: list[Finding] = []
     kernel = best_kernel()
     outs = [expert_arrays(plan, t) for t in plan.tp_sizes or (1,)]
     for layer in plan.layers:
         if layer.layer not in plan.selected:
             continue
-        reader = ExpertReader(plan, layer)
+        reader, found = ExpertReader(plan, layer), LayerFindings(plan, layer)
         for expert in range(plan.moe.experts):
             projections = reader.read(expert)
-            for projection, p in projections.items():
-                report = plan.format.check_scales(p)
-                if report.nonfinite:
-                    problems.append(reader.nonfinite(reader.scale_source(projection), expert, report.nonfinite))
-            if plan.layout.name == "nvfp4-raw":
-                try:
+            try:
+                found.check(expert, projections)
+                if plan.layout.name == "nvfp4-raw":
                     kernel.prepare(
                         *(projections[p] for p in names.PROJECTIONS),
                         layout=plan.layout.name,
                         interleave=plan.layout.interleave_gate_up,
                         outs=outs,
                     )
-                except RawScaleError as exc:
-                    problems += reader.raw_layout_failed(expert, exc.projection, exc.reason).problems
+            except CheckpointError as exc:
+                for problem in exc.problems:
+                    problems.add(CheckpointError, problem)
+            except RawScaleError as exc:
+                for problem in reader.raw_layout_failed(expert, exc.projection, exc.reason).problems:
+                    problems.add(UnsupportedError, problem)
             progress(sum(s.nbytes for s in layer.sources))
-    return problems
+        findings += found.findings()
+    problems.raise_if_any()
+    return tuple(findings)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sm70_convert import names
-from sm70_convert.errors import CheckpointError, Problem, UnsupportedError
+from sm70_convert.errors import Problem, UnsupportedError
 from sm70_convert.expert_tensors import LayerPlan, SourcePart
 from sm70_convert.plan import Plan
 from sm70_kernels.spec import Projection
@@ -86,31 +86,6 @@ class ExpertReader:
     def scale_source(self, projection: str) -> SourcePart:
         """The scale tensors of one projection, for messages."""
         return next(s for s in self._sources if s.projection == projection and s.part == self._plan.format.scale_part)
-
-    def check_scales(
-        self, expert: int, projections: dict[str, Projection], *, allow_nonfinite: bool
-    ) -> Iterator[tuple[str, str]]:
-        """Yields (message, tensor) for each thing worth noting about an expert's scales.
-
-        Raises CheckpointError for a scale that is not finite in fp16, unless that is allowed (then it is noted).
-        """
-        for projection, p in projections.items():
-            report = self._plan.format.check_scales(p)
-            source = self.scale_source(projection)
-            for note in report.notes:
-                yield note, source.name(expert)
-            if report.nonfinite and not allow_nonfinite:
-                raise CheckpointError(self.nonfinite(source, expert, report.nonfinite))
-            if report.nonfinite:
-                yield "scales that are not finite in fp16 were kept", source.name(expert)
-        gate, up = projections["gate"].global_scale, projections["up"].global_scale
-        if gate is not None and gate != up:
-            yield "gate and up have different global scales", self.scale_source("gate").name(expert)
-
-    def nonfinite(self, source: SourcePart, expert: int, reason: str) -> Problem:
-        """The refusal of a scale that is not finite."""
-        hint = "export the checkpoint again, or keep such values as the runtime would with --allow-nonfinite"
-        return Problem(reason, source.name(expert), source.files[expert], self._layer, hint=hint)
 
     def raw_layout_failed(self, expert: int, projection: str, reason: str) -> UnsupportedError:
         """The refusal of scales that the raw NVFP4 layout cannot hold exactly."""

@@ -9,6 +9,7 @@ from sm70_convert import names
 from sm70_convert.bank import HASHES, Digest
 from sm70_convert.expert_tensors import LayerPlan
 from sm70_convert.experts import ExpertReader, host_buffer
+from sm70_convert.layer_findings import LayerFindings
 from sm70_convert.manifest import SourceRecord
 from sm70_convert.plan import Finding, Plan
 from sm70_kernels.spec import Projection
@@ -31,18 +32,16 @@ class LayerReader:
         new_buffer: Callable[[int], NDArray[np.uint8]] = host_buffer,
     ) -> None:
         self.experts = ExpertReader(plan, layer, depth=depth, new_buffer=new_buffer)
-        self._plan, self._layer, self._allow_nonfinite = plan, layer, allow_nonfinite
+        self._plan, self._layer = plan, layer
         self._digests: list[Digest] = [HASHES[plan.options.hash]() for _ in layer.sources]
-        self._notes: dict[str, tuple[int, str]] = {}
+        self._found = LayerFindings(plan, layer, allow_nonfinite=allow_nonfinite)
 
     def read(self, expert: int) -> dict[str, Projection]:
         """The next expert, as ExpertReader.read; experts must come in order. Raises CheckpointError for a scale it refuses."""
         projections = self.experts.read(expert)
         for i, raw in self.experts.raw():
             self._digests[i].update(raw.data)
-        for note, tensor in self.experts.check_scales(expert, projections, allow_nonfinite=self._allow_nonfinite):
-            count, example = self._notes.get(note, (0, tensor))
-            self._notes[note] = (count + 1, example)
+        self._found.check(expert, projections)
         return projections
 
     def records(self) -> tuple[SourceRecord, ...]:
@@ -54,7 +53,5 @@ class LayerReader:
         )
 
     def findings(self) -> tuple[Finding, ...]:
-        """What was legal but telling."""
-        return tuple(
-            Finding(note, example, count, self._layer.layer) for note, (count, example) in sorted(self._notes.items())
-        )
+        """What was legal but telling, when all experts were read."""
+        return self._found.findings()

@@ -13,7 +13,7 @@ from sm70_convert.checkpoint import read_small
 from sm70_convert.errors import CheckpointError, IntegrityError, OutputError, Problem, Sm70Error
 from sm70_convert.expert_tensors import LayerPlan
 from sm70_convert.layout import runtime_flags
-from sm70_convert.plan import Finding, Plan
+from sm70_convert.plan import Finding, Plan, in_order
 from sm70_convert.strict_json import canonical, load_object, pretty
 
 MANIFEST = "sm70/manifest.json"
@@ -97,9 +97,7 @@ class Manifest:
             "banks": [b.as_json() for _, b in sorted(self.banks.items())],
             "passthrough": [p.as_json() for p in sorted(self.passthrough, key=lambda p: p.path)],
             "dropped": sorted(self.dropped, key=lambda d: d["name"]),
-            "findings": [
-                asdict(f) for f in sorted(self.findings, key=lambda f: (-1 if f.layer is None else f.layer, f.message))
-            ],
+            "findings": [asdict(f) for f in in_order(self.findings)],
         }
         document["manifest_digest"] = digests_of(canonical(document))[self.hash]
         return pretty(document)

@@ -26,7 +26,7 @@ from sm70_convert.checkpoint import CONFIG, INDEX, open_regular
 from sm70_convert.errors import CheckpointError, OutputError, Problem
 from sm70_convert.manifest import MANIFEST
 from sm70_convert.plan import PassthroughShard, Plan
-from sm70_convert.safetensors_header import build_header
+from sm70_convert.safetensors_header import Header, build_header
 from sm70_convert.strict_json import pretty
 
 SENTINEL = "sm70-sentinel.safetensors"
@@ -65,13 +65,23 @@ def write_passthrough(plan: Plan, root: Path, mode: str, on_bytes: Callable[[int
     for name in plan.checkpoint.extras:
         _copy(plan.checkpoint.folder / name, root, name, on_bytes)
         yield measure(root / name, name, new)
-    sentinel = build_header([(SENTINEL_TENSOR, "U8", (1,))], {"format": "pt"})
-    with BankWriter(root, SENTINEL, sentinel, new) as writer:
+    with BankWriter(root, SENTINEL, sentinel_header(), new) as writer:
         writer.append(SENTINEL_TENSOR, b"\0")
         record = writer.commit()
     yield record
     yield write_small(root, INDEX, index_bytes(plan), new)
     yield write_small(root, CONFIG, config_bytes(plan), new)
+
+
+def sentinel_header() -> Header:
+    """The header of the sentinel, whose one tensor is a zero byte."""
+    return build_header([(SENTINEL_TENSOR, "U8", (1,))], {"format": "pt"})
+
+
+def rewritten_header(plan: Plan, shard: PassthroughShard) -> Header:
+    """The header of a shard with only what passes through, in the source's order."""
+    refs = [plan.checkpoint.refs[t] for t in shard.tensors]
+    return build_header([(r.name, r.dtype, r.shape) for r in refs], {"format": "pt"})
 
 
 def index_bytes(plan: Plan) -> bytes:
@@ -97,16 +107,10 @@ def config_bytes(plan: Plan) -> bytes:
 
 
 def _rewrite(plan: Plan, root: Path, shard: PassthroughShard, on_bytes: Callable[[int], object]) -> FileRecord:
-    """A shard with only what passes through, in the source's order."""
-    refs = [plan.checkpoint.refs[t] for t in shard.tensors]
-    header = build_header([(r.name, r.dtype, r.shape) for r in refs], {"format": "pt"})
-    buffer = memoryview(bytearray(CHUNK))
     source = plan.checkpoint.shards[shard.name]
-    with BankWriter(root, shard.name, header, HASHES[plan.options.hash]) as writer:
-        for ref in refs:
-            for start in range(0, ref.nbytes, CHUNK):
-                piece = buffer[: min(CHUNK, ref.nbytes - start)]
-                source.read_into(ref.offset + start, piece)
+    with BankWriter(root, shard.name, rewritten_header(plan, shard), HASHES[plan.options.hash]) as writer:
+        for ref in (plan.checkpoint.refs[t] for t in shard.tensors):
+            for piece in source.pieces(ref.offset, ref.nbytes):
                 writer.append(ref.name, piece)
                 on_bytes(len(piece))
         return writer.commit()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,11 @@ class Finding:
     example: str
     count: int
     layer: int | None = None
+
+
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Findings as they are always listed: of the whole checkpoint, then layer by layer."""
+    return tuple(sorted(findings, key=lambda f: (-1 if f.layer is None else f.layer, f.message)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,10 @@ def build_plan(checkpoint: Checkpoint, options: Options) -> Plan:
             layers.append(planned)
             if problems:
                 continue
-            for name in banked_names([planned]) | dropped_names([planned]):
+            if dropped := dropped_names([planned]):
+                message = "tensors that the banks do not need are left out"
+                findings.append(Finding(message, min(dropped), len(dropped), layer))
+            for name in banked_names([planned]) | dropped:
                 del checkpoint.refs[name]
     moe = MoeShape(tuple(p.layer for p in layers), moe.experts, moe.hidden, moe.intermediate, moe.top_k)
     if not layers and not problems:

@@ -227,7 +227,7 @@ def check_folder(folder: Path, *, tp_size: int | None = None, environ: Mapping[s
     if runtime is not None:
         for problem in _wrong_runtime(runtime, devices, manifest, sizes, environ):
             problems.add(UnsupportedError, problem)
-    quick = verify_folder(folder, quick=True)
+    quick = verify_folder(folder, manifest, quick=True)
     others = tuple(f"sm70/tp{size}/" for size in manifest.tp_sizes if size not in sizes)
     for problem in (*quick.problems, *_altered_config(folder, manifest)):
         if not (problem.file or "").startswith(others or ("//",)):

@@ -28,7 +28,7 @@ from sm70_convert.manifest import (
     read_manifest,
 )
 from sm70_convert.passthrough import write_passthrough
-from sm70_convert.plan import Finding, Options, Plan, build_plan
+from sm70_convert.plan import Finding, Options, Plan, build_plan, in_order
 from sm70_convert.verify import extra_files
 
 Progress = Callable[[int], object]
@@ -167,7 +167,7 @@ def close_folder(
         layers=layers,
         passthrough=files,
         dropped=dropped_records(plan.layers),
-        findings=(*plan.findings, *(f for record in layers.values() for f in record.findings)),
+        findings=in_order((*plan.findings, *(f for record in layers.values() for f in record.findings))),
     )
     stray = [path for path in extra_files(root, manifest) if not is_own_state(path)]
     if stray:

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sm70_convert import names
-from sm70_convert.bank import HASHES, FileRecord, bank_spec, layer_bank_paths, measure
-from sm70_convert.checkpoint import Checkpoint
+from sm70_convert.bank import HASHES, FileRecord, bank_spec, digests_of, layer_bank_paths, measure
+from sm70_convert.checkpoint import CONFIG, INDEX, Checkpoint
 from sm70_convert.errors import IntegrityError, Problem, Sm70Error, UsageError
 from sm70_convert.expert_tensors import LayerPlan
 from sm70_convert.experts import ExpertReader
 from sm70_convert.layout import Layout, MoeShape
-from sm70_convert.manifest import MANIFEST, SUMS, Manifest, difference, plan_identity, read_manifest
+from sm70_convert.manifest import MANIFEST, SUMS, Manifest, difference, plan_identity
+from sm70_convert.passthrough import SENTINEL, config_bytes, index_bytes, rewritten_header, sentinel_header
 from sm70_convert.plan import Options, Plan, build_plan
-from sm70_convert.safetensors_header import Header
+from sm70_convert.safetensors_header import Header, read_file_header
 
 if TYPE_CHECKING:
     import torch
@@ -55,8 +56,15 @@ class Verification:
             raise IntegrityError(*self.problems[:MAX_PROBLEMS], total=len(self.problems))
 
 
+def chosen_files(manifest: Manifest, rank: int | None) -> list[FileRecord]:
+    """What verify() is about: all files, or with a rank its banks and what passes through."""
+    banks = [b for path, b in sorted(manifest.banks.items()) if rank is None or f"/rank{rank}/" in path]
+    return [*manifest.passthrough, *banks]
+
+
 def verify_folder(
     folder: Path,
+    manifest: Manifest,
     *,
     quick: bool = False,
     rank: int | None = None,
@@ -65,16 +73,13 @@ def verify_folder(
 ) -> Verification:
     """Checks the files of a sealed folder: the set, sizes and (unless quick) headers and every digest.
 
-    rank: only this rank's banks, and what passes through. Raises IntegrityError if the manifest itself is bad.
+    rank: only this rank's banks, and what passes through. progress(n) is called for every n bytes read.
     """
-    manifest = read_manifest(folder)
-    wanted = {
-        p: r for p, r in manifest.files.items() if rank is None or not p.startswith("sm70/") or f"/rank{rank}/" in p
-    }
+    wanted = chosen_files(manifest, rank)
     problems: list[Problem] = []
     sizes = 0
     whole: list[FileRecord] = []
-    for _, record in sorted(wanted.items()):
+    for record in sorted(wanted, key=lambda r: r.path):
         if (problem := _wrong_size(folder, record)) is not None:
             problems.append(problem)
         else:
@@ -90,7 +95,7 @@ def verify_folder(
             lambda r: list(_wrong_bytes(folder, r, manifest.hash, headers.get(r.path), progress)), whole
         ):
             problems += found
-    return Verification("digests", len(wanted), sum(len(r.tensors) for r in wanted.values()), 0, sizes, tuple(problems))
+    return Verification("digests", len(wanted), sum(len(r.tensors) for r in wanted), 0, sizes, tuple(problems))
 
 
 def manifest_moe(manifest: Manifest) -> tuple[MoeShape, Layout, int]:
@@ -222,35 +227,46 @@ def source_plan(manifest: Manifest, checkpoint: Checkpoint) -> Plan:
     return plan
 
 
+def source_bytes(plan: Plan, manifest: Manifest, sample: int | None) -> int:
+    """The bytes that verify_source() tells its progress of: what passes through, and the sources of the chosen experts."""
+    passing = {*plan.checkpoint.extras, *(shard.name for shard in plan.passthrough)}
+    experts = len(_chosen_experts(plan, 0, sample))
+    return sum(r.bytes for r in manifest.passthrough if r.path in passing) + sum(
+        experts * s.nbytes for layer in plan.layers for s in layer.sources
+    )
+
+
 def verify_source(
     folder: Path,
-    checkpoint: Checkpoint,
+    manifest: Manifest,
+    plan: Plan,
     *,
     sample: int | None = None,
     rank: int | None = None,
     progress: Progress = lambda _: None,
+    layer_done: Progress = lambda _: None,
 ) -> Verification:
     """Prepares experts again with the independent reference and compares every bit; compares what passes through too.
 
-    sample: this many experts a layer (always the same ones for a layer), else all.
+    plan: from source_plan(). sample: this many experts a layer (always the same ones for a layer), else all: what is wrong with
+    the others stays unseen. The files must have passed verify_folder().
     """
-    manifest = read_manifest(folder)
-    plan = source_plan(manifest, checkpoint)
-    problems = list(_wrong_passthrough(folder, plan, progress))
+    problems = list(_wrong_passthrough(folder, manifest, plan, progress))
     experts = tensors = 0
     for layer in plan.layers:
         prepared, compared, found = _verify_layer(folder, plan, layer, sample, rank, progress)
         problems += found
         experts += prepared
         tensors += compared
-    return Verification(
-        "source",
-        len(manifest.files),
-        tensors,
-        experts,
-        sum(r.bytes for r in manifest.files.values()),
-        tuple(problems),
-    )
+        layer_done(layer.layer)
+    files = chosen_files(manifest, rank)
+    return Verification("source", len(files), tensors, experts, sum(r.bytes for r in files), tuple(problems))
+
+
+def _chosen_experts(plan: Plan, layer: int, sample: int | None) -> Sequence[int]:
+    if sample is None or sample >= plan.moe.experts:
+        return range(plan.moe.experts)
+    return sorted(random.Random(layer).sample(range(plan.moe.experts), sample))  # noqa: S311 - which experts, not a secret
 
 
 def _verify_layer(
@@ -260,9 +276,7 @@ def _verify_layer(
     from sm70_kernels.reference import prepare_rank
 
     reader = ExpertReader(plan, layer)
-    chosen: Sequence[int] = range(plan.moe.experts)
-    if sample is not None and sample < plan.moe.experts:
-        chosen = sorted(random.Random(layer.layer).sample(chosen, sample))  # noqa: S311 - which experts, not a secret
+    chosen = _chosen_experts(plan, layer.layer, sample)
     problems: list[Problem] = []
     compared = 0
     banks = [
@@ -305,28 +319,41 @@ def _bank_expert(fd: int, header: Header, expert: int, experts: int) -> dict[str
     return {name: os.pread(fd, size[name], e.offset + expert * size[name]) for name, e in header.tensors.items()}
 
 
-def _wrong_passthrough(folder: Path, plan: Plan, progress: Progress) -> Iterator[Problem]:
-    """Tensors of the passthrough that are not byte for byte the source's."""
+def _wrong_passthrough(folder: Path, manifest: Manifest, plan: Plan, progress: Progress) -> Iterator[Problem]:
+    """What passes through and is not byte for byte the source's, or what its source makes."""
+    hash_name = plan.options.hash
     for shard in plan.passthrough:
         try:
-            found = measure(folder / shard.name, shard.name, HASHES[plan.options.hash], then=progress).tensors
+            found = measure(folder / shard.name, shard.name, HASHES[hash_name], then=progress).tensors
+            header = read_file_header(folder / shard.name, shard.name, error=IntegrityError).raw
         except IntegrityError as exc:
             yield from exc.problems
             continue
         wanted = _tensor_digests(plan, shard.tensors)
-        for tensor in sorted(set(found) | set(wanted)):
-            if found.get(tensor) != wanted.get(tensor):
-                yield Problem("is not the source's tensor", tensor, shard.name, hint=_RESTORE)
+        wrong = [tensor for tensor in sorted(set(found) | set(wanted)) if found.get(tensor) != wanted.get(tensor)]
+        for tensor in wrong:
+            yield Problem("is not the source's tensor", tensor, shard.name, hint=_RESTORE)
+        digests = plan.checkpoint.shards[shard.name].header_digests
+        if not shard.whole:
+            digests = digests_of(rewritten_header(plan, shard).raw)
+        if not wrong and digests_of(header)[hash_name] != digests[hash_name]:
+            yield Problem("has another header than its source makes", file=shard.name, hint=_RESTORE)
+    # A hub snapshot and a folder of the same checkpoint may differ in how many other files they bring.
+    for name in sorted(set(plan.checkpoint.extras) & {p.path for p in manifest.passthrough}):
+        source = measure(plan.checkpoint.folder / name, name, HASHES[hash_name], plain=True)
+        if measure(folder / name, name, HASHES[hash_name], then=progress, plain=True) != source:
+            yield Problem("is not the source's file", file=name, hint=_RESTORE)
+    sentinel = sentinel_header().raw + b"\0"
+    for name, data in ((CONFIG, config_bytes(plan)), (INDEX, index_bytes(plan)), (SENTINEL, sentinel)):
+        if (folder / name).read_bytes() != data:
+            yield Problem("is not what its source makes", file=name, hint=_RESTORE)
 
 
 def _tensor_digests(plan: Plan, tensors: tuple[str, ...]) -> dict[str, str]:
-    buffer = memoryview(bytearray(4 << 20))
     digests = {}
     for name in tensors:
         ref, digest = plan.checkpoint.refs[name], HASHES[plan.options.hash]()
-        for start in range(0, ref.nbytes, len(buffer)):
-            piece = buffer[: min(len(buffer), ref.nbytes - start)]
-            plan.checkpoint.shards[ref.file].read_into(ref.offset + start, piece)
+        for piece in plan.checkpoint.shards[ref.file].pieces(ref.offset, ref.nbytes):
             digest.update(piece)
         digests[name] = digest.hexdigest()
     return digests

@@ -26,10 +26,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ScaleReport:
-    """What one projection's scales showed. `nonfinite` says which value became inf or NaN; `notes` are legal but telling."""
+    """What one projection's scales showed.
 
+    largest: the magnitude of the largest one, inf or NaN if that is not finite. notes: what is legal but telling, each with the
+    part that shows it; the text holds no value, so that there are few. nonfinite: which value became inf or NaN.
+    """
+
+    largest: float
+    notes: tuple[tuple[str, str], ...] = ()
     nonfinite: str | None = None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,9 @@ class SourceFormat:
     spec(config, experts_modules): reads quantization_config; raises CheckpointError or UnsupportedError.
     parts(K, N, group_size): the tensors of one projection.
     projection(arrays, dtypes): raw arrays and safetensors dtypes by part -> canonical words.
+    check_scales(projection): what its scales show; it is called for every projection, so it takes microseconds.
     group_of(K, shape of scale_part): the group size that a shape says, or None.
+    global_part: the part that holds the factor of all scales, if there is one.
     """
 
     name: str
@@ -52,6 +59,7 @@ class SourceFormat:
     check_scales: Callable[[Projection], ScaleReport]
     scale_part: str
     group_of: Callable[[int, tuple[int, ...]], int | None]
+    global_part: str | None = None
 
 
 def is_excluded(quantization: Mapping[str, Any], module: str) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # AutoAWQ stores column 8c + j of a word in nibble _NIBBLE[j].
 _NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 _FP16_MAX = 65504.0
+_FP16_NORMAL, _FP16_SIGN = 0x0400, 0x8000  # bits of the smallest normal number, and of -0.0
 
 
 def spec(config: Mapping[str, Any], experts_modules: tuple[str, ...]) -> QuantizationSpec:  # noqa: ARG001 - one signature
@@ -90,26 +91,36 @@ def projection(arrays: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str]) ->
 
 def check_scales(p: Projection) -> ScaleReport:
     """Finds a scale that is no number, or whose product with its zero point overflows fp16."""
-    scales = p.scales.view(np.float16)
-    # One cheap pass decides nearly always: 15 is the largest zero point.
-    largest = np.max(p.scales & np.uint16(0x7FFF))
-    bound = float(np.uint16(largest).view(np.float16))
-    notes = ("all scales are zero",) if largest == 0 else ()
-    if bound * 15 <= _FP16_MAX:
-        return ScaleReport(notes=notes)
+    # One pass decides nearly always: without a sign the largest bits are the largest scale, and 15 is the largest zero point.
+    bits = int(p.scales.max())
+    negative = bits > _FP16_SIGN
+    if bits >= _FP16_SIGN:
+        bits = int((p.scales & np.uint16(_FP16_SIGN - 1)).max())
+    largest = float(np.uint16(bits).view(np.float16))
+    notes = []
+    if bits == 0:
+        notes.append(("all scales are zero", "scales"))
+    elif bits < _FP16_NORMAL:
+        notes.append(("all scales are zero or subnormal in fp16", "scales"))
+    if negative:
+        notes.append(("some scales are negative", "scales"))
+    if largest * 15 <= _FP16_MAX:
+        return ScaleReport(largest, tuple(notes))
     assert p.zeros is not None  # noqa: S101 - AWQ always has zero points
+    scales = p.scales.view(np.float16)
     shifts = np.array([4 * nibble for nibble in _NIBBLE], np.uint32)
     zeros = ((p.zeros[..., None] >> shifts) & np.uint32(15)).reshape(scales.shape)
     with np.errstate(over="ignore", invalid="ignore"):
         bias = (scales.astype(np.float32) * zeros.astype(np.float32)).astype(np.float16)
     bad = np.argwhere(~np.isfinite(scales) | ~np.isfinite(bias))
     if not len(bad):
-        return ScaleReport(notes=notes)
+        return ScaleReport(largest, tuple(notes))
     group, column = (int(i) for i in bad[0])
     scale, zero = float(scales[group, column]), int(zeros[group, column])
     what = f"scale {scale:g} times zero point {zero}" if np.isfinite(scale) else f"scale {scale:g}"
     state = "overflows fp16" if np.isfinite(scale) else "is not finite in fp16"
-    return ScaleReport(f"{what} {state} at group {group}, column {column} ({len(bad)} in all)", notes)
+    reason = f"{what} {state} at group {group}, column {column} ({len(bad)} in all)"
+    return ScaleReport(largest, tuple(notes), reason)
 
 
 FORMAT = SourceFormat(

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 GROUP = 16
 _ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+_FP16_NORMAL = 2.0**-14
+_SIGN = 0x80
+_MAGNITUDES: list[float] = (
+    nvfp4_scale_table(np.float32(1))[:_SIGN].view(np.float16).tolist()
+)  # by code; fp16 holds them exactly
 
 
 def spec(config: Mapping[str, Any], experts_modules: tuple[str, ...]) -> QuantizationSpec:
@@ -105,28 +110,43 @@ def projection(arrays: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str]) ->
 def check_scales(p: Projection) -> ScaleReport:
     """Finds a NaN code, or a code whose product with the global scale is not finite in fp16."""
     assert p.global_scale is not None  # noqa: S101 - NVFP4 always has a global scale
-    magnitude = int(np.max(p.scales & np.uint8(0x7F)))
-    table = nvfp4_scale_table(p.global_scale)
+    factor = float(p.global_scale)
+    # One pass: without a sign the largest code is the largest scale.
+    code = int(p.scales.max())
+    negative = code > _SIGN
+    if code >= _SIGN:
+        code = int((p.scales & np.uint8(_SIGN - 1)).max())
+    largest = _MAGNITUDES[code] * abs(factor)  # exact in fp64
     notes = []
-    if magnitude == 0:
-        notes.append("all block scales are zero")
-    if 0 < abs(float(p.global_scale)) < _SMALLEST_NORMAL:
-        notes.append(f"subnormal global scale {float(p.global_scale):g}")
-    if p.global_scale == 0:
-        notes.append("global scale is zero")
-    # Products grow with the code's magnitude, so the largest code decides.
-    if table[magnitude] & 0x7C00 != 0x7C00:
-        return ScaleReport(notes=tuple(notes))
+    if code == 0:
+        notes.append(("all block scales are zero", "weight_scale"))
+    if negative:
+        notes.append(("some block scales are negative", "weight_scale"))
+    if factor == 0:
+        notes.append(("global scale is zero", "weight_scale_2"))
+    elif abs(factor) < _SMALLEST_NORMAL:
+        notes.append(("global scale is subnormal", "weight_scale_2"))
+    elif 0 < largest < _FP16_NORMAL and np.float16(np.float32(largest)) < _FP16_NORMAL:
+        notes.append(("all scales are zero or subnormal in fp16", "weight_scale_2"))
+    if factor < 0:
+        notes.append(("global scale is negative", "weight_scale_2"))
+    # Products grow with the code's magnitude, so the largest code decides. Its two roundings never lift it to 65520, which is
+    # the first to overflow, from below this.
+    if largest < 65519:
+        return ScaleReport(largest, tuple(notes))
+    table = nvfp4_scale_table(p.global_scale)
     bad = np.argwhere((table[p.scales] & np.uint16(0x7C00)) == 0x7C00)
+    if not len(bad):
+        return ScaleReport(largest, tuple(notes))
     row, group = (int(i) for i in bad[0])
     code = int(p.scales[row, group])
     if code & 0x7F == 0x7F:
         what = f"block scale code 0x{code:02x} is NaN"
     elif not np.isfinite(p.global_scale):
-        what = f"global scale is {float(p.global_scale):g}"
+        what = f"global scale is {factor:g}"
     else:
-        what = f"block scale code 0x{code:02x} times global scale {float(p.global_scale):g} overflows fp16"
-    return ScaleReport(f"{what} at row {row}, group {group} ({len(bad)} in all)", tuple(notes))
+        what = f"block scale code 0x{code:02x} times global scale {factor:g} overflows fp16"
+    return ScaleReport(largest, tuple(notes), f"{what} at row {row}, group {group} ({len(bad)} in all)")
 
 
 FORMAT = SourceFormat(
@@ -139,4 +159,5 @@ FORMAT = SourceFormat(
     check_scales=check_scales,
     scale_part="weight_scale",
     group_of=group_of,
+    global_part="weight_scale_2",
 )
