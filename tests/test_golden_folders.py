@@ -100,7 +100,7 @@ def compare(source: Path, tmp_path: Path, kernel: str) -> int:
     return compared
 
 
-@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("kernel", ["auto", "numpy", "torch"])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.name.removesuffix(".hf.safetensors"))
 def test_banks_equal_the_recording(source: Path, kernel: str, tmp_path: Path) -> None:
     expected = sum(len(tensors) for tensors in recordings_of(source).values())

@@ -31,13 +31,16 @@ def run(*arguments: object) -> str:
     return result.stdout
 
 
+def size_options(name: str) -> list[object]:
+    return [a for t in TP_SIZES if (name, t) != REFUSED for a in ("--tp-size", t)]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every checkpoint prepared at every TP size that it allows."""
     root = tmp_path_factory.mktemp("prepared")
     for name in CHECKPOINTS:
-        sizes = [a for t in TP_SIZES if (name, t) != REFUSED for a in ("--tp-size", t)]
-        run(DATA / name, "--out", root / name, *sizes)
+        run(DATA / name, "--out", root / name, *size_options(name))
     return {name: root / name for name in CHECKPOINTS}
 
 
@@ -166,6 +169,18 @@ def test_other_files_and_config_are_handed_on(name: str, folders: dict[str, Path
     marker = config["quantization_config"].pop("sm70_prepared")
     assert marker == {"format_version": 1, "manifest": "sm70/manifest.json"}
     assert list(config.items()) == list(json.loads((DATA / name / "config.json").read_text()).items())
+
+
+@pytest.mark.parametrize("kernel", ["numpy", "torch"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_kernel_gives_the_same_folder(name: str, kernel: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """`folders` were made with the C++ kernel, where it was built."""
+    run(DATA / name, "--out", tmp_path / "out", *size_options(name), "--kernel", kernel, "-q")
+    made, wanted = (
+        {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+        for root in (tmp_path / "out", folders[name])
+    )
+    assert made == wanted
 
 
 def test_nothing_in_a_sealed_folder_tells_where_or_when(folders: dict[str, Path]) -> None:
