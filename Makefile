@@ -4,8 +4,11 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO := .demo
 VENV := .venv
+# Where `make bench` puts its files, 20 GB at the most; they are gone at the end.
+BENCH_WORK ?= .
+FIGURES := docs/performance
 
-.PHONY: demo test check
+.PHONY: demo test check bench
 .DELETE_ON_ERROR:
 
 demo:
@@ -29,3 +32,17 @@ check:
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+# Every figure of docs/performance.md, in the environment that `make test` made; best on a quiet machine.
+bench:
+	$(VENV)/bin/python -m pip install --quiet ".[bench]"
+	$(VENV)/bin/python benchmarks/kernels.py --check --json $(FIGURES)/kernels.json
+	$(VENV)/bin/python benchmarks/stages.py --work $(BENCH_WORK) --json $(FIGURES)/stages.json
+	$(VENV)/bin/python benchmarks/convert_vs_cp.py --check --work $(BENCH_WORK) --json $(FIGURES)/awq.json
+	$(VENV)/bin/python benchmarks/convert_vs_cp.py --format nvfp4 --check --work $(BENCH_WORK) --json $(FIGURES)/nvfp4.json
+	$(VENV)/bin/python benchmarks/convert_vs_cp.py --tp-size 1 --tp-size 2 --tp-size 4 --layers 4 --naive-layers 0 --check \
+		--work $(BENCH_WORK) --json $(FIGURES)/several.json
+	$(VENV)/bin/python benchmarks/hashing.py --work $(BENCH_WORK) --json $(FIGURES)/hashing.json
+	$(VENV)/bin/python benchmarks/verify_vs_read.py --check --work $(BENCH_WORK) --json $(FIGURES)/verify.json
+	TMPDIR=$(BENCH_WORK) $(VENV)/bin/python benchmarks/load_prepared.py --check --json $(FIGURES)/load.json
+	$(VENV)/bin/python benchmarks/plots.py $(FIGURES)

@@ -19,6 +19,7 @@ import convert_vs_cp
 import hashing
 import kernels
 import naive
+import stages
 import synthetic
 import verify_vs_read
 from sm70_kernels import reference
@@ -218,6 +219,16 @@ def test_hashing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0]["wall_over_none"] == 1
     assert rows[1]["gb_per_cpu_second"] > 0
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--experts=2", "--hidden=64", "--intermediate=128", "--group-size=32", "--work", str(tmp_path)]
+    assert stages.main([*arguments, "--json", str(tmp_path / "figures.json")]) == 0
+    rows = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["run"] for row in rows] == ["AWQ, TP 4", "AWQ, TP 1, 2 and 4", "NVFP4, TP 4", "NVFP4, TP 1, 2 and 4"]
+    assert all(list(row["milliseconds"]) == list(stages.STAGES) for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
 def test_verify_vs_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
