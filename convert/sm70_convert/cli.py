@@ -310,7 +310,9 @@ def _check_device(device: str) -> None:
 @main.command()
 @_source_argument
 @_planning
-@click.option("--scales", is_flag=True, help="Read all scales too, and report every value that would be refused or noted.")
+@click.option(
+    "--scales", is_flag=True, help="Read all scales too, and report every value that would be refused or noted."
+)
 @_command
 def plan(
     console: Console,
