@@ -311,7 +311,9 @@ def _plan_options(tp_sizes: tuple[int, ...], *, hash_name: str = "blake3", **cho
 @main.command()
 @_source_argument
 @_planning
-@click.option("--scales", is_flag=True, help="Read all scales too, and report every value that would be refused.")
+@click.option(
+    "--scales", is_flag=True, help="Read all scales too, and report every value that would be refused or noted."
+)
 @_command
 def plan(
     console: Console,

@@ -17,7 +17,8 @@ class LayerFindings:
     """Collects expert by expert, in any order; the findings are the same for any order.
 
     An expert whose largest scale is more than FAR_LARGER times the median of its layer is noted, for each projection alone. The
-    median is that of the experts' largest scales, the lower of the two middle ones, without those that are zero or not finite.
+    median is that of the experts' largest scales, the upper of the two middle ones, without those that are zero or not finite: so
+    a few are noted, never half of them.
     """
 
     def __init__(self, plan: Plan, layer: LayerPlan, *, allow_nonfinite: bool = False) -> None:
@@ -52,7 +53,7 @@ class LayerFindings:
         """One finding for each thing noted, when all experts were checked: how often, and the first tensor that shows it."""
         for projection, largest in self._largest.items():
             ordinary = sorted(value for value in largest if 0 < value < float("inf"))
-            limit = FAR_LARGER * ordinary[(len(ordinary) - 1) // 2] if ordinary else float("inf")
+            limit = FAR_LARGER * ordinary[len(ordinary) // 2] if ordinary else float("inf")
             for expert, value in enumerate(largest):
                 if limit < value < float("inf"):
                     message = f"largest scale is over {FAR_LARGER} times the median of its layer's experts"
