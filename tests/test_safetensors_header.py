@@ -76,8 +76,7 @@ def test_a_valid_file_is_read_as_the_library_reads_it(
     data = save(made, metadata or None)
     header = read(data)
     assert header.metadata == metadata
-    assert data.startswith(header.raw)
-    assert len(header.raw) == header.data_start
+    assert header.data_start == 8 + int.from_bytes(data[:8], "little")
     library = {
         name: (fields["dtype"], tuple(fields["shape"]), bytes(fields["data"])) for name, fields in deserialize(data)
     }
@@ -103,7 +102,7 @@ def test_a_header_is_built_byte_for_byte_as_the_library_writes_it(
     built = build_header([(name, _name_of(made[name]), made[name].shape) for name in order], metadata)
     assert built.raw == data[:length]
     assert built.raw + b"".join(made[name].tobytes() for name in order) == data
-    assert built == read(data)
+    assert built._replace(raw=b"") == read(data)
     assert list(built.tensors) == order
 
 

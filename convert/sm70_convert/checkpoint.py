@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sm70_convert.bank import CHUNK, digests_of
 from sm70_convert.errors import CheckpointError, Problem, Problems, UnsupportedError
-from sm70_convert.safetensors_header import Header, read_header
-from sm70_convert.strict_json import load_object
+from sm70_convert.safetensors_header import PIECE, Header, Packed, read_header
+from sm70_convert.strict_json import MAX_MEMBERS, ObjectReader, load_object
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -22,9 +22,10 @@ QUANTIZATION_FILES = {
     "quantize_config.json": "gptq",
     "hf_quant_config.json": "modelopt",
 }
-MAX_JSON = 100_000_000
+# A list of every expert's modules takes a few MB in a configuration, 300,000 tensors take 35 MB in an index.
+MAX_JSON = 16_000_000
+MAX_INDEX = 50_000_000
 _FETCH = "fetch the missing file, then run again"
-_KINDS = 1 << 24  # more than there can be tensors that differ in file, dtype or shape
 # Weights in other forms are no part of what is served from safetensors, and pickles are never touched.
 _OTHER_WEIGHTS = (
     ".bin",
@@ -54,34 +55,15 @@ class TensorRef:
     nbytes: int
 
 
-class Refs(MutableMapping[str, TensorRef]):
-    """Tensor name -> TensorRef, packed: a checkpoint may have hundreds of thousands, which differ in little but the offset."""
+class Refs(Packed[TensorRef]):
+    """The tensors of a checkpoint by name."""
 
-    def __init__(self) -> None:
-        self._packed: dict[str, int] = {}
-        self._kinds: list[tuple[str, str, tuple[int, ...], int]] = []
-        self._numbers: dict[tuple[str, str, tuple[int, ...], int], int] = {}
+    def _split(self, record: TensorRef) -> tuple[int, tuple[Any, ...]]:
+        return record.offset, (record.file, record.dtype, record.shape, record.nbytes)
 
-    def __getitem__(self, name: str) -> TensorRef:
-        offset, kind = divmod(self._packed[name], _KINDS)
-        file, dtype, shape, nbytes = self._kinds[kind]
+    def _join(self, name: str, offset: int, kind: tuple[Any, ...]) -> TensorRef:
+        file, dtype, shape, nbytes = kind
         return TensorRef(name, file, dtype, shape, offset, nbytes)
-
-    def __setitem__(self, name: str, ref: TensorRef) -> None:
-        kind = (ref.file, ref.dtype, ref.shape, ref.nbytes)
-        number = self._numbers.setdefault(kind, len(self._kinds))
-        if number == len(self._kinds):
-            self._kinds.append(kind)
-        self._packed[name] = ref.offset * _KINDS + number
-
-    def __delitem__(self, name: str) -> None:
-        del self._packed[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._packed)
-
-    def __len__(self) -> int:
-        return len(self._packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +171,12 @@ def open_regular(path: Path, shown: str) -> int:
 
 
 def read_small(path: Path, shown: str) -> bytes:
-    """The bytes of a JSON file, up to 100 MB."""
+    """The bytes of a JSON file. Raises CheckpointError over MAX_JSON, or MAX_INDEX for an index."""
+    limit = MAX_INDEX if shown == INDEX else MAX_JSON
     with os.fdopen(open_regular(path, shown), "rb") as handle:
         size = os.fstat(handle.fileno()).st_size
-        if size > MAX_JSON:
-            expected = f"at most {MAX_JSON} bytes"
+        if size > limit:
+            expected = f"at most {limit} bytes"
             raise CheckpointError(Problem("is over the limit", file=shown, expected=expected, actual=str(size)))
         try:
             return handle.read(size)
@@ -217,6 +200,7 @@ def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None
     if (folder / INDEX).exists() or (folder / INDEX).is_symlink():
         raw_index = read_small(folder / INDEX, INDEX)
         index_digests, listed = digests_of(raw_index), parse_index(raw_index)
+        del raw_index
     names = sorted(listed) if listed is not None else present
     if not names:
         raise CheckpointError(
@@ -226,6 +210,7 @@ def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None
     shards: dict[str, Shard] = {}
     refs = Refs()
     stale: list[StaleTensor] = []
+    total = 0
     try:
         for name in names:
             try:
@@ -235,6 +220,16 @@ def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None
                     problems.add(CheckpointError, problem)
                 continue
             shards[name] = shard
+            total += len(header.tensors)
+            if total > MAX_MEMBERS:
+                raise CheckpointError(
+                    Problem(
+                        "its shards hold too many tensors",
+                        file=str(folder),
+                        expected=f"at most {MAX_MEMBERS}",
+                        actual=str(total),
+                    )
+                )
             tensors = listed[name] if listed is not None else list(header.tensors)
             stale += _take_refs(name, tensors, header, refs, problems)
             del header
@@ -265,10 +260,12 @@ def _open_shard(folder: Path, name: str) -> tuple[Shard, Header]:
     try:
         info = os.fstat(fd)
         header = read_header(lambda offset, count: os.pread(fd, count, offset), info.st_size, name)
+        end = header.data_start
+        digests = digests_of(os.pread(fd, min(PIECE, end - at), at) for at in range(0, end, PIECE))
     except BaseException:
         os.close(fd)
         raise
-    return Shard(name, fd, info.st_size, info.st_mtime_ns, len(header.tensors), digests_of(header.raw)), header
+    return Shard(name, fd, info.st_size, info.st_mtime_ns, len(header.tensors), digests), header
 
 
 def _take_refs(file: str, tensors: list[str], header: Header, refs: Refs, problems: Problems) -> list[StaleTensor]:
@@ -294,12 +291,33 @@ def _take_refs(file: str, tensors: list[str], header: Header, refs: Refs, proble
 
 def parse_index(raw: bytes) -> dict[str, list[str]]:
     """Shard -> its tensors, of an index file. Raises CheckpointError unless every shard is a plain name in this folder."""
-    document = load_object(raw, INDEX)
-    weight_map = document.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    reader = ObjectReader((raw[i : i + PIECE] for i in range(0, len(raw), PIECE)), INDEX)
+    seen: set[str] = set()
+    files: dict[str, str] = {}
+    for key in reader.members():
+        if key in seen:
+            raise reader.duplicate(key)
+        seen.add(key)
+        if key == "weight_map" and reader.next() == "{":
+            _read_weight_map(reader, files)
+        else:
+            reader.value(f"the value of {key[:100]!r}")
+    reader.end()
+    if not files:
         raise CheckpointError(Problem("has no weight_map", file=INDEX))
     listed: dict[str, list[str]] = {}
-    for tensor, file in weight_map.items():
+    for tensor, file in files.items():
+        listed.setdefault(file, []).append(tensor)
+    return listed
+
+
+def _read_weight_map(reader: ObjectReader, files: dict[str, str]) -> None:
+    """Adds tensor -> shard of the weight_map that begins here."""
+    shards: dict[str, str] = {}  # each name once, not once a tensor
+    for tensor in reader.members():
+        if tensor in files:
+            raise reader.duplicate(tensor)
+        file = reader.value("the name of a shard", tensor=tensor)
         if not isinstance(file, str) or not _is_plain(file):
             raise CheckpointError(
                 Problem(
@@ -310,8 +328,7 @@ def parse_index(raw: bytes) -> dict[str, list[str]]:
                     actual=repr(file)[:200],
                 )
             )
-        listed.setdefault(file, []).append(tensor)
-    return listed
+        files[tensor] = shards.setdefault(file, file)
 
 
 def _is_plain(file: str) -> bool:

@@ -7,27 +7,36 @@ whole file; here headers are read alone, so that a checkpoint of any size opens 
 from __future__ import annotations
 
 import json
+import operator
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sm70_convert.errors import CheckpointError, Problem, Sm70Error
-from sm70_convert.strict_json import load_object
+from sm70_convert.strict_json import ObjectReader
 
 MAX_HEADER = 100_000_000
 MAX_DIMENSIONS = 32
 MAX_NAME = 4096
+MAX_METADATA = 1_000_000
+MAX_KINDS = 16_384  # tensors that differ in dtype or shape
+METADATA = "__metadata__"
+PIECE = 1 << 16
 # Bits of one element, every dtype of the format.
 BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_KINDS = 1 << 24  # more than there can be records that differ in more than the offset
 _LFS_POINTER = b"version https://git-lfs"
+
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -39,13 +48,74 @@ class Entry(NamedTuple):
     nbytes: int
 
 
-class Header(NamedTuple):
-    """A checked header: its tensors in file order, its metadata, and where the data starts."""
+class Packed(MutableMapping[str, T]):
+    """Name -> a record, packed: there may be hundreds of thousands, which differ in little but the offset."""
 
-    tensors: dict[str, Entry]
+    def __init__(self) -> None:
+        self._packed: dict[str, int] = {}
+        self.kinds: list[tuple[Any, ...]] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def _split(self, record: T) -> tuple[int, tuple[Any, ...]]:
+        """The offset of a record, and all else that it holds besides the name."""
+        raise NotImplementedError
+
+    def _join(self, name: str, offset: int, kind: tuple[Any, ...]) -> T:
+        """The record again."""
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> T:
+        offset, number = divmod(self._packed[name], _KINDS)
+        return self._join(name, offset, self.kinds[number])
+
+    def __setitem__(self, name: str, record: T) -> None:
+        offset, kind = self._split(record)
+        number = self._numbers.setdefault(kind, len(self.kinds))
+        if number == len(self.kinds):
+            self.kinds.append(kind)
+        self._packed[name] = offset * _KINDS + number
+
+    def __delitem__(self, name: str) -> None:
+        del self._packed[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._packed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._packed)
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+
+class Tensors(Packed[Entry]):
+    """The entries of a header by name."""
+
+    def _split(self, record: Entry) -> tuple[int, tuple[Any, ...]]:
+        return record.offset, (record.dtype, record.shape, record.nbytes)
+
+    def _join(self, name: str, offset: int, kind: tuple[Any, ...]) -> Entry:  # noqa: ARG002
+        dtype, shape, nbytes = kind
+        return Entry(dtype, shape, offset, nbytes)
+
+    def sort(self) -> None:
+        """Puts the entries in the order of their bytes, empty ones first."""
+        offsets = array("q", (packed // _KINDS for packed in self._packed.values()))
+        if any(map(operator.gt, offsets, offsets[1:])):
+            order = sorted(self._packed, key=lambda name: (self[name].offset << 60) + self[name].nbytes)
+            self._packed = {name: self._packed[name] for name in order}
+
+
+class Header(NamedTuple):
+    """A checked header: its tensors in file order, its metadata, and where the data starts.
+
+    raw: its bytes, of one that was built; one that was read does not keep them.
+    """
+
+    tensors: MutableMapping[str, Entry]
     metadata: dict[str, str]
     data_start: int
-    raw: bytes
+    raw: bytes = b""
 
 
 def read_header(
@@ -85,25 +155,38 @@ def read_header(
             actual=f"{size}",
             hint="fetch the file again",
         )
-    raw = read(0, data_start)
-    if len(raw) != data_start:
-        raise wrong("became shorter while it was read")
-    if raw[8:9] != b"{":
+    if start[8:data_start][:1] != b"{":
         raise wrong("is not a safetensors file: its header does not start with '{'")
-    shared: dict[Any, Any] = {}
-    document = load_object(raw[8:], file, error=error, compact=lambda fields: _compact(fields, data_start, shared))
-    metadata = document.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise wrong("header's __metadata__ is not a map of strings")
-    for name, fields in document.items():
+
+    def pieces() -> Iterator[bytes]:
+        for offset in range(8, data_start, PIECE):
+            count = min(PIECE, data_start - offset)
+            piece = read(offset, count)
+            if len(piece) != count:
+                raise wrong("became shorter while it was read")
+            yield piece
+
+    reader = ObjectReader(pieces(), file, error=error)
+    metadata: dict[str, str] | None = None
+    tensors = Tensors()
+    for name in reader.members():
+        if name in tensors or (name == METADATA and metadata is not None):
+            raise reader.duplicate(name)
+        if name == METADATA:
+            metadata = reader.value("header's __metadata__", limit=MAX_METADATA)
+            if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+                raise wrong("header's __metadata__ is not a map of strings")
+            continue
         if not name or len(name) > MAX_NAME:
             raise wrong(f"a tensor name has {len(name)} characters, not 1 to {MAX_NAME}")
-        if reason := _wrong_entry(fields):
-            raise wrong(reason, tensor=name)
-    tensors: dict[str, Entry] = document
-    offsets = array("q", (entry.offset for entry in tensors.values()))
-    if any(offsets[i] > offsets[i + 1] for i in range(len(offsets) - 1)):
-        tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
+        entry = _entry(reader.value("header entry", tensor=name), data_start)
+        if isinstance(entry, str):
+            raise wrong(entry, tensor=name)
+        tensors[name] = entry
+        if len(tensors.kinds) > MAX_KINDS:
+            raise wrong("has too many different dtypes and shapes", expected=f"at most {MAX_KINDS}", actual="more")
+    reader.end()
+    tensors.sort()
     end = data_start
     for name, entry in tensors.items():
         if entry.offset != end:
@@ -117,7 +200,7 @@ def read_header(
     if end != size:
         state = "is truncated" if size < end else "has bytes after its last tensor"
         raise wrong(state, expected=f"{end} bytes", actual=f"{size}", hint="fetch the file again")
-    return Header(tensors, metadata, data_start, raw)
+    return Header(tensors, metadata or {}, data_start)
 
 
 def read_file_header(path: Path, shown: str, *, error: type[Sm70Error] = CheckpointError) -> Header:
@@ -133,33 +216,25 @@ def _pread(fd: int, offset: int, count: int) -> bytes:
     return os.pread(fd, count, offset)
 
 
-def _compact(fields: dict[str, Any], data_start: int, shared: dict[Any, Any]) -> Any:
-    """A well-formed header entry as an Entry of shared parts; anything else as it is."""
-    if set(fields) != {"dtype", "shape", "data_offsets"}:
-        return fields
+def _entry(fields: Any, data_start: int) -> Entry | str:
+    """The Entry of a header's fields, or what is wrong with them."""
+    wrong_form = "header entry is not exactly a dtype, a shape of sizes and a pair of data_offsets"
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        return wrong_form
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
-        return fields
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in (*shape, *offsets)):
-        return fields
+        return wrong_form
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, shape + offsets)):
+        return wrong_form
     nbytes = offsets[1] - offsets[0]
-    key = (dtype, tuple(shape), nbytes)
-    dtype, dimensions, nbytes = shared.setdefault(key, key)
-    return Entry(dtype, dimensions, data_start + offsets[0], nbytes)
-
-
-def _wrong_entry(entry: Any) -> str:
-    """What is wrong with a header entry, or nothing."""
-    if not isinstance(entry, Entry):
-        return "header entry is not exactly a dtype, a shape of sizes and a pair of data_offsets"
-    if entry.dtype not in BITS:
-        return f"unknown dtype {entry.dtype[:40]!r}"
-    if prod(d or 1 for d in entry.shape) >> 60:
-        return f"{entry.dtype} {list(entry.shape)} is too large for any file"
-    bits = prod(entry.shape) * BITS[entry.dtype]
-    if bits % 8 or bits // 8 != entry.nbytes:
-        return f"data_offsets span {entry.nbytes} bytes, but {entry.dtype} {list(entry.shape)} takes {bits / 8:g}"
-    return ""
+    if dtype not in BITS:
+        return f"unknown dtype {dtype[:40]!r}"
+    if prod(d or 1 for d in shape) >> 60:
+        return f"{dtype} {shape} is too large for any file"
+    bits = prod(shape) * BITS[dtype]
+    if bits % 8 or bits // 8 != nbytes:
+        return f"data_offsets span {nbytes} bytes, but {dtype} {shape} takes {bits / 8:g}"
+    return Entry(dtype, tuple(shape), data_start + offsets[0], nbytes)
 
 
 def _is_size(value: Any) -> bool:
