@@ -325,7 +325,9 @@ def _wrong_passthrough(folder: Path, manifest: Manifest, plan: Plan, progress: P
     for shard in plan.passthrough:
         try:
             found = measure(folder / shard.name, shard.name, HASHES[hash_name], then=progress).tensors
-            header = read_file_header(folder / shard.name, shard.name, error=IntegrityError).raw
+            size = read_file_header(folder / shard.name, shard.name, error=IntegrityError).data_start
+            with open(folder / shard.name, "rb") as file:
+                header = file.read(size)
         except IntegrityError as exc:
             yield from exc.problems
             continue
