@@ -28,7 +28,9 @@ from sm70_convert.bank import (
 from sm70_convert.checkpoint import read_small
 from sm70_convert.errors import IntegrityError, OutputError, Problem, Sm70Error
 from sm70_convert.manifest import (
+    IDENTITY_FORM,
     MANIFEST,
+    RECORD_FORM,
     LayerRecord,
     Manifest,
     check_relative,
@@ -39,8 +41,14 @@ from sm70_convert.manifest import (
 )
 from sm70_convert.passthrough import output_names
 from sm70_convert.plan import Plan
-from sm70_convert.strict_json import canonical, load_object
+from sm70_convert.strict_json import canonical, has_form, load_object
 
+_HEAD_FORM = {
+    "plan": {**IDENTITY_FORM, "tp_sizes": [int], "mtimes": {str: int}},
+    "source": str,
+    "layers": str,
+    "outputs": [str],
+}
 _FOLDER_LOCK = "sm70/.folder.lock"
 _OUR_NAMES = re.compile(r"journal[0-9_-]*\.jsonl|\.folder\.lock|\.journal[0-9_-]*\.jsonl\.lock|\..+\.sm70-tmp")
 
@@ -100,26 +108,22 @@ def _read_journal(path: Path) -> Journal:
     try:
         lines = io.BytesIO(read_small(path, path.name))  # not split: a file of line ends alone would fill the memory
         head = load_object(lines.readline(), path.name, error=OutputError)
-        records = [
-            LayerRecord.from_json(load_object(line, path.name, error=OutputError))
-            for line in lines
-            if line.endswith(b"\n")
-        ]
+        whole = [load_object(line, path.name, error=OutputError) for line in lines if line.endswith(b"\n")]
+        if not has_form(head, _HEAD_FORM) or not has_form(whole, [RECORD_FORM]):
+            raise ValueError("another form")
+        records = [LayerRecord.from_json(record) for record in whole]
         for bank in (b for record in records for b in record.banks):
             check_relative(bank.path)
         outputs = tuple(check_relative(o) for o in head["outputs"])
-        made = head["plan"]
-        if not all(type(size) is int for size in made["tp_sizes"]) or not isinstance(made["layout"]["name"], str):
-            raise TypeError("plan")
         return Journal(
             path,
-            dict(head["plan"]),
-            str(head["source"]),
+            head["plan"],
+            head["source"],
             names.parse_ranges(head["layers"]),
             outputs,
             tuple(records),
         )
-    except (Sm70Error, KeyError, TypeError, ValueError):
+    except (Sm70Error, ValueError):
         raise OutputError(
             Problem(
                 "is damaged, or no journal of this tool",

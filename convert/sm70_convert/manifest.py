@@ -12,13 +12,64 @@ from sm70_convert.bank import FORMAT_VERSION, HASHES, FileRecord, digests_of
 from sm70_convert.checkpoint import read_small
 from sm70_convert.errors import CheckpointError, IntegrityError, OutputError, Problem, Sm70Error
 from sm70_convert.expert_tensors import LayerPlan
-from sm70_convert.layout import runtime_flags
+from sm70_convert.layout import LAYOUTS, runtime_flags
 from sm70_convert.plan import Finding, Plan, in_order
-from sm70_convert.strict_json import canonical, load_object, pretty
+from sm70_convert.strict_json import canonical, has_form, load_object, pretty
 
 MANIFEST = "sm70/manifest.json"
 MAX_TP = 1024
+MAX_BANKS = 20_000
 SUMS = "SHA256SUMS"
+
+
+def _size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 60
+
+
+def _positive(value: object) -> bool:
+    return _size(value) and value != 0
+
+
+def _layer(value: object) -> bool:
+    return value is None or _size(value)
+
+
+_FILE = {"path": str, "bytes": _size, "digest": str, "tensors": {str: str}}
+_SOURCE = {"name": str, "experts": str, "digest": str}
+_FINDING = {"message": str, "example": str, "count": _size, "layer": _layer}
+# What each document holds, so that nothing that reads one need expect anything else.
+RECORD_FORM = {"layer": _size, "banks": [_FILE], "sources": [_SOURCE], "findings": [_FINDING]}
+IDENTITY_FORM = {
+    "format_version": int,
+    "tool_version": str,
+    "hash": lambda value: isinstance(value, str) and value in HASHES,
+    "source": {str: lambda value: value is None or isinstance(value, str)},
+    "shards": {str: {"bytes": _size, "header": str}},
+    "quantization": {
+        "format": lambda value: isinstance(value, str) and value in LAYOUTS,
+        "bits": _positive,
+        "group_size": _positive,
+        "zero_point": bool,
+        "checkpoint_group_size": _positive,
+    },
+    "moe": {"layers": str, "experts": _positive, "hidden": _positive, "intermediate": _positive, "top_k": _positive},
+    "layout": {
+        "name": lambda value: any(value in layouts for layouts in LAYOUTS.values()),
+        "interleave_gate_up": bool,
+        "group_size": _positive,
+        "runtime_flags": {str: str},
+    },
+}
+_LAYER_FORM = {"layout": str, "interleave_gate_up": bool, "runtime_flags": {str: str}, "sources": [_SOURCE]}
+_MANIFEST_FORM = {
+    **IDENTITY_FORM,
+    "tp_sizes": [_positive],
+    "layers": {str: _LAYER_FORM},
+    "banks": [_FILE],
+    "passthrough": [_FILE],
+    "dropped": [{"name": str, "experts": str}],
+    "findings": [_FINDING],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +240,8 @@ def read_manifest(folder: Path, *, error: type[Sm70Error] = IntegrityError) -> M
 
 
 def _decode(document: dict[str, Any]) -> Manifest:
+    if not has_form(document, _MANIFEST_FORM):
+        raise ValueError("another form")
     banks = [FileRecord(**b) for b in document.pop("banks")]
     findings = tuple(Finding(**f) for f in document.pop("findings"))
     layers = {
@@ -205,10 +258,8 @@ def _decode(document: dict[str, Any]) -> Manifest:
         check_relative(record.path)
     if names.parse_ranges(document["moe"]["layers"]) != tuple(sorted(layers)):
         raise ValueError("layers and moe.layers differ")
-    if not isinstance(document["layout"]["name"], str) or not isinstance(document["source"], dict):
-        raise TypeError("layout or source")
     tp_sizes = document["tp_sizes"]
-    if not tp_sizes or not all(type(size) is int and 0 < size <= MAX_TP for size in tp_sizes):
+    if not tp_sizes or max(tp_sizes) > MAX_TP or sum(tp_sizes) * len(layers) > MAX_BANKS:
         raise ValueError("tp_sizes are no sizes")
     return Manifest(
         tp_sizes=tuple(document.pop("tp_sizes")),

@@ -80,6 +80,23 @@ def _check(value: Any) -> None:
     raise RecursionError
 
 
+def has_form(value: Any, form: Any) -> bool:
+    """Whether `value` is as `form` says: a type, exactly (True is no int), or a function that is true of it; [form]: a list;
+    {key: form}: an object of exactly these keys; {str: form}: of any keys.
+    """
+    if isinstance(form, type):
+        return type(value) is form
+    if isinstance(form, list):
+        return isinstance(value, list) and all(has_form(v, form[0]) for v in value)
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            return False
+        if str in form:
+            return all(has_form(v, form[str]) for v in value.values())
+        return value.keys() == form.keys() and all(has_form(value[k], f) for k, f in form.items())
+    return bool(form(value))
+
+
 class ObjectReader:
     """One JSON object, read member by member from UTF-8 that comes in pieces, so that no document ever stands in memory.
 
