@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from sm70_convert import __version__, names
-from sm70_convert.bank import FORMAT_VERSION, HASHES, FileRecord, digests_of
+from sm70_convert.bank import FORMAT_VERSION, FileRecord, digests_of, typed
 from sm70_convert.checkpoint import read_small
 from sm70_convert.errors import CheckpointError, IntegrityError, OutputError, Problem, Sm70Error
 from sm70_convert.expert_tensors import LayerPlan
-from sm70_convert.layout import runtime_flags
+from sm70_convert.layout import LAYOUT_NAMES, LAYOUTS, runtime_flags
 from sm70_convert.plan import Finding, Plan
 from sm70_convert.strict_json import canonical, load_object, pretty
 
 MANIFEST = "sm70/manifest.json"
 MAX_TP = 1024
+MAX_BANKS = 1_000_000  # more than a manifest of 100 MB can name
 SUMS = "SHA256SUMS"
 
 
@@ -45,13 +46,22 @@ class LayerRecord:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> LayerRecord:
-        """The record that as_json() wrote. Raises KeyError or TypeError for anything else."""
-        return cls(
+        """The record that as_json() wrote. Raises KeyError, TypeError or ValueError for anything else."""
+        record = cls(
             layer=value["layer"],
-            banks=tuple(FileRecord(**b) for b in value["banks"]),
-            sources=tuple(SourceRecord(**s) for s in value["sources"]),
-            findings=tuple(Finding(**f) for f in value["findings"]),
+            banks=tuple(FileRecord.from_json(b) for b in value["banks"]),
+            sources=tuple(_source_record(s) for s in value["sources"]),
+            findings=tuple(_finding(f) for f in value["findings"]),
         )
+        return typed(record, (int,), (tuple,), (tuple,), (tuple,))
+
+
+def _source_record(value: Mapping[str, Any]) -> SourceRecord:
+    return typed(SourceRecord(**value), (str,), (str,), (str,))
+
+
+def _finding(value: Mapping[str, Any]) -> Finding:
+    return typed(Finding(**value), (str,), (str,), (int,), (int, type(None)))
 
 
 @dataclass(frozen=True)
@@ -172,46 +182,46 @@ def read_manifest(folder: Path, *, error: type[Sm70Error] = IntegrityError) -> M
                 hint="use the sm70-convert that wrote it, or another --out",
             )
         )
-    altered = error(
-        Problem(
-            "was altered or damaged: its own digest does not match",
-            file=MANIFEST,
-            hint="restore it, or convert to another --out",
-        )
-    )
-    if document.get("hash") not in HASHES:
-        raise altered
+    hint = "restore it, or convert to another --out"
     digest = document.pop("manifest_digest", None)
     try:
-        if digest != digests_of(canonical(document))[document["hash"]]:
-            raise altered
+        sound = digest == digests_of(canonical(document))[document["hash"]]
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise error(Problem("was altered or damaged: its own digest does not match", file=MANIFEST, hint=hint))
+    try:
         return _decode(document)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise altered from None
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        message = f"is none that this tool wrote, although its digest is right: {exc}"
+        raise error(Problem(message, file=MANIFEST, hint=hint)) from None
 
 
 def _decode(document: dict[str, Any]) -> Manifest:
-    banks = [FileRecord(**b) for b in document.pop("banks")]
-    findings = tuple(Finding(**f) for f in document.pop("findings"))
+    banks: dict[str, list[FileRecord]] = {}
+    for bank in map(FileRecord.from_json, document.pop("banks")):
+        banks.setdefault(bank.path.rpartition("/")[2], []).append(bank)
+    findings = tuple(_finding(f) for f in document.pop("findings"))
     layers = {
         int(layer): LayerRecord(
             layer=int(layer),
-            banks=tuple(b for b in banks if b.path.endswith(f"/layer-{int(layer):05d}.safetensors")),
-            sources=tuple(SourceRecord(**s) for s in entry["sources"]),
+            banks=tuple(banks.get(f"layer-{int(layer):05d}.safetensors", ())),
+            sources=tuple(_source_record(s) for s in entry["sources"]),
             findings=tuple(f for f in findings if f.layer == int(layer)),
         )
         for layer, entry in document.pop("layers").items()
     }
-    passthrough = tuple(FileRecord(**p) for p in document.pop("passthrough"))
-    for record in (*banks, *passthrough):
-        check_relative(record.path)
+    passthrough = tuple(map(FileRecord.from_json, document.pop("passthrough")))
+    _check_identity(document)
     if names.parse_ranges(document["moe"]["layers"]) != tuple(sorted(layers)):
         raise ValueError("layers and moe.layers differ")
-    if not isinstance(document["layout"]["name"], str) or not isinstance(document["source"], dict):
-        raise TypeError("layout or source")
     tp_sizes = document["tp_sizes"]
     if not tp_sizes or not all(type(size) is int and 0 < size <= MAX_TP for size in tp_sizes):
         raise ValueError("tp_sizes are no sizes")
+    if len(layers) * sum(tp_sizes) > MAX_BANKS:
+        raise ValueError(f"more than {MAX_BANKS} banks")
+    if not all(type(d["name"]) is str and type(d["experts"]) is str for d in document["dropped"]):
+        raise TypeError("dropped")
     return Manifest(
         tp_sizes=tuple(document.pop("tp_sizes")),
         layers=dict(sorted(layers.items())),
@@ -222,16 +232,19 @@ def _decode(document: dict[str, Any]) -> Manifest:
     )
 
 
-def check_relative(path: object) -> str:
-    """`path` if it is a plain relative path inside the folder. Raises ValueError otherwise."""
-    if (
-        not isinstance(path, str)
-        or path.startswith("/")
-        or "\0" in path
-        or any(p in ("", ".", "..") for p in path.split("/"))
-    ):
-        raise ValueError(f"{path!r} is no plain relative path")
-    return path
+def _check_identity(document: Mapping[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError unless the shape, layout and quantization are ones that banks can have."""
+    moe, layout, quantization = document["moe"], document["layout"], document["quantization"]
+    sizes = [moe[k] for k in ("experts", "hidden", "intermediate", "top_k")]
+    sizes += [layout["group_size"], quantization["checkpoint_group_size"], quantization["bits"]]
+    if not all(type(size) is int and 0 < size < 1 << 31 for size in sizes):
+        raise ValueError("moe, layout or quantization have a size that is none")
+    if layout["name"] not in LAYOUT_NAMES or type(layout["interleave_gate_up"]) is not bool:
+        raise ValueError("layout is none that banks can have")
+    if quantization["format"] not in LAYOUTS or not isinstance(document["tool_version"], str):
+        raise ValueError("quantization or tool_version")
+    if not all(type(value) is str for value in document["source"].values()):
+        raise TypeError("source")
 
 
 def other_plan(file: str, field: tuple[str, str, str]) -> OutputError:

@@ -356,6 +356,7 @@ def _check_extras(checkpoint: Checkpoint, problems: Problems) -> None:
         if any("\ud800" <= c <= "\udfff" for c in name):
             message = "has a name that is not UTF-8, which a manifest cannot hold"
             problems.add(CheckpointError, Problem(message, file=name, hint="rename or move the file, then run again"))
+    for name in (*checkpoint.extras, *checkpoint.shards):
         if name.split("/")[0] in _OURS:
             problems.add(
                 CheckpointError,
