@@ -204,7 +204,7 @@ def _small_files(spec: Synthetic) -> dict[str, object]:
         "norm_topk_prob": True,
         "num_attention_heads": HEADS,
         "num_experts" if awq else "num_local_experts": spec.experts,  # transformers 4 and 5
-        "num_experts_per_tok": spec.top_k,
+        "num_experts_per_tok": min(spec.top_k, spec.experts),
         "num_hidden_layers": spec.layers,
         "num_key_value_heads": KV_HEADS,
         "rms_norm_eps": 1e-06,

@@ -194,7 +194,7 @@ def _made(
             "model_type": "qwen3_moe",
             "moe_intermediate_size": intermediate,
             "num_experts": experts,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": min(2, experts),
             "num_hidden_layers": layers,
             "rms_norm_eps": 1e-06,
             "torch_dtype": "bfloat16",

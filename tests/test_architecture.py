@@ -20,6 +20,7 @@ LOW = {
     "devices": set[str](),
     "tensor_parallel": {"layout"},
     "strict_json": {"errors"},
+    "regular": {"errors"},
     "safetensors_header": {"errors", "strict_json"},
     "console": {"errors"},
 }

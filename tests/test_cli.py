@@ -29,7 +29,6 @@ from sm70_convert.bank import BankWriter
 from sm70_convert.cli import main
 from sm70_convert.console import Console
 from sm70_convert.devices import CudaDevice
-from sm70_convert.errors import CheckpointError
 from sm70_convert.safetensors_header import build_header
 from synthetic import Synthetic, tensors, write_checkpoint
 
@@ -620,18 +619,45 @@ def test_the_progress_of_a_run_ends_at_its_total(tmp_path: Path, monkeypatch: py
     assert totals == [sum(steps)]
 
 
-def test_there_is_a_traceback_with_debug_alone(tmp_path: Path) -> None:
+def test_there_is_a_traceback_with_debug_alone_and_the_same_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = ("inspect", tmp_path / "nothing")
-    assert isinstance(run(*args, code=3).exception, SystemExit)
-    done = CliRunner().invoke(main, [str(a) for a in (*args, "--debug")])
-    assert isinstance(done.exception, CheckpointError)
-    with start(*args) as process:
-        assert "Traceback" not in process.communicate()[1]
-        assert process.returncode == 3
+    plain = run(*args, code=3).stderr
+    assert plain.startswith("error: ")
+    shown = run(*args, "--debug", code=3).stderr
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert shown.endswith(f": {tmp_path / 'nothing'}: is neither a folder nor a file\n{plain}")
     with start("--debug", *args) as process:
-        lines = process.communicate()[1].splitlines()
-    assert lines[0] == "Traceback (most recent call last):"
-    assert "is neither a folder nor a file" in lines[-1]
+        assert process.communicate() == ("", shown)
+        assert process.returncode == 3
+    assert document(*args, "--debug", code=3)["error"]["kind"] == "checkpoint"
+
+    def full(_path: Path) -> None:
+        raise OSError(28, "No space left on device", "/x")
+
+    monkeypatch.setattr("sm70_convert.describe.describe_path", full)
+    shown = run("inspect", "x", "--debug", code=5).stderr
+    assert "\nOSError: [Errno 28] No space left on device: '/x'\nerror: /x: No space left on device\n" in shown
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (("MODEL", "--json", "--out"), "Option '--out' requires an argument."),
+    (("--json", "plan", "MODEL", "--bogus"), "No such option '--bogus'."),
+    (("MODEL", "--out", "OUT", "--tp-size", "0", "--json"),
+     "Invalid value for '--tp-size': 0 is not in the range 1<=x<=1024."),
+    (("verify", "--json"), "Missing argument 'DIR'."),
+    (("--json",), "Usage: main MODEL --out DIR [OPTIONS]"),
+])  # fmt: skip
+def test_wrong_usage_is_a_document_with_json(args: tuple[str, ...], message: str) -> None:
+    result = run(*args, code=2)
+    assert result.stderr == ""
+    error = json.loads(result.stdout)
+    assert [e.message for e in Draft202012Validator(schema("error")).iter_errors(error)] == []
+    assert (error["error"]["kind"], error["error"]["exit_code"]) == ("usage", 2)
+    (problem,) = error["error"]["problems"]
+    assert problem["message"].startswith(message.rstrip("."))  # some versions of click suggest another option
+    assert problem["hint"] == "see sm70-convert --help"
 
 
 NASTY = "model.layers.0.mlp.experts.0.\x1b[31mred\r\x07\u202e"

@@ -219,6 +219,69 @@ def test_a_size_that_is_missing_or_no_number_is_refused(
     assert refuse(made, tmp_path, code) == [f"config.json: {message}"]
 
 
+CONTRADICTIONS = [
+    (awq, lambda m: m.config.update(num_local_experts=8), "num_experts", "num_local_experts", "4", "8"),
+    (nvfp4, lambda m: m.config.update(n_routed_experts="4"), "num_experts", "n_routed_experts", "4", "'4'"),
+    (awq, lambda m: m.config.update(moe_topk=3), "num_experts_per_tok", "moe_topk", "2", "3"),
+    (awq, lambda m: m.quantization.update(w_bit=8), "bits", "w_bit", "4", "8"),
+    (awq, lambda m: m.quantization.update(q_group_size=64), "group_size", "q_group_size", "32", "64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "text_config"])
+@pytest.mark.parametrize(
+    ("make", "edit", "first", "other", "one", "two"), CONTRADICTIONS, ids=[c[3] for c in CONTRADICTIONS]
+)
+def test_two_spellings_of_a_number_that_differ_are_refused(
+    make: Callable[..., Made], edit: Edit, first: str, other: str, one: str, two: str, nested: bool, tmp_path: Path
+) -> None:
+    made = make()
+    edit(made)
+    if nested:
+        nest(*SIZES, *{other} & made.config.keys())(made)
+    source, out = made.write(tmp_path / "source"), tmp_path / "out"
+    result = CliRunner().invoke(main, [str(source), "--out", str(out)])
+    assert result.exit_code == 3
+    assert result.stderr == (
+        f"error: config.json: {first} and {other} contradict each other: expected {other} {one}, found {two}\n"
+        "next: mend config.json after the model's own\n"
+    )
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda m: m.config.update(num_local_experts=4, n_routed_experts=None),
+        lambda m: m.quantization.update(w_bit=4, q_group_size=32),
+    ],
+    ids=["experts", "quantization"],
+)
+def test_two_spellings_of_a_number_that_agree_are_fine(edit: Edit, tmp_path: Path) -> None:
+    made = awq()
+    edit(made)
+    assert_same_banks(made, awq(), tmp_path)
+
+
+@pytest.mark.parametrize("top_k", [4, 5])
+def test_no_more_experts_are_asked_for_a_token_than_there_are(top_k: int, tmp_path: Path) -> None:
+    made = awq()
+    made.config["num_experts_per_tok"] = top_k
+    if top_k == 4:
+        seal(made, tmp_path)
+    else:
+        message = "num_experts_per_tok is more than there are experts"
+        assert refuse(made, tmp_path, 3) == [f"config.json: {message}"]
+
+
+@pytest.mark.parametrize("flat", [16, 32])
+def test_both_places_of_an_nvfp4_group_size_must_be_right(flat: int, tmp_path: Path) -> None:
+    made = nvfp4()
+    made.quantization["group_size"] = flat
+    made.quantization["config_groups"]["group_0"]["weights"]["group_size"] = 48 - flat
+    assert refuse(made, tmp_path, 3) == ["config.json: NVFP4 has one scale for 16 values"]
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

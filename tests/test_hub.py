@@ -362,6 +362,17 @@ def test_a_connection_that_ends_within_a_file_is_3(hub: Hub, tool: Tool, out: Pa
     assert not out.exists()
 
 
+@pytest.mark.parametrize("name", ["../../../../escaped.json", "a/../../../../escaped.json", "/ROOT/escaped.json"])
+def test_no_name_of_a_hub_listing_leaves_the_cache(hub: Hub, tool: Tool, out: Path, tmp_path: Path, name: str) -> None:
+    name = name.replace("/ROOT", str(tmp_path))
+    hub.repos[REPO] = Repo({NEW: files_of(AWQ) | {name: b"{}"}}, {"main": NEW})
+    line = one_error_line(tool(REPO, "--out", out, code=3).stderr)
+    assert line.startswith(f"error: {REPO}: cannot be fetched from the hub: ")
+    assert "escaped.json" in line
+    assert [path for path in tmp_path.rglob("*") if path.name == "escaped.json"] == []
+    assert not out.exists()
+
+
 def test_what_is_neither_a_folder_nor_an_id_asks_no_hub(tool: Tool, out: Path, hub: Hub) -> None:
     for model in ("./org/model", "model", "a/b/c", "-/x"):
         args = ("plan", "--json", "--", model)

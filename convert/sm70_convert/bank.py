@@ -7,14 +7,15 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from blake3 import blake3
 
 from sm70_convert.errors import IntegrityError, OutputError, Problem
 from sm70_convert.layout import Layout, MoeShape, bank_tensors, leading_dimensions
+from sm70_convert.regular import open_regular
 from sm70_convert.safetensors_header import Header, build_header, read_header
 from sm70_convert.strict_json import canonical
 
@@ -64,6 +65,37 @@ class FileRecord:
     def as_json(self) -> dict[str, Any]:
         """For the manifest and the journal."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> FileRecord:
+        """The record that as_json() wrote. Raises TypeError or ValueError for anything else, such as a path out of the folder."""
+        record = typed(cls(**value), (str,), (int,), (str,), (dict,))
+        if record.bytes < 0 or not all(type(digest) is str for digest in record.tensors.values()):
+            raise ValueError(f"{record.path[:100]!r} has no sound size and digests")
+        check_relative(record.path)
+        return record
+
+
+_T = TypeVar("_T")
+
+
+def typed(record: _T, *types: tuple[type, ...]) -> _T:
+    """`record`, a dataclass, if its fields are of exactly these types. Raises TypeError otherwise."""
+    for field, allowed in zip(fields(record), types, strict=True):  # type: ignore[arg-type]
+        if type(getattr(record, field.name)) not in allowed:
+            raise TypeError(f"{field.name} of a {type(record).__name__} is of another type")
+    return record
+
+
+def check_relative(path: object) -> str:
+    """`path` if it is a plain relative path inside the folder. Raises ValueError otherwise."""
+    if not isinstance(path, str) or "\0" in path or not all(map(_is_plain_part, path.split("/"))):
+        raise ValueError(f"{str(path)[:100]!r} is no plain relative path")
+    return path
+
+
+def _is_plain_part(part: str) -> bool:
+    return part not in ("", ".", "..") and len(part.encode()) <= 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +178,10 @@ class AtomicFile:
         self.temporary = self.final.with_name(f".{self.final.name}{TEMPORARY}")
         self._size = 0
         make_folder(root, self.final.parent)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with writing(path):
+            # What a killed run left is never written into: it may be a hard link to the checkpoint's own shard.
+            self.temporary.unlink(missing_ok=True)
             self._fd = os.open(self.temporary, flags, 0o666)
 
     def write_at(self, offset: int, data: Any) -> None:
@@ -263,7 +297,7 @@ def measure(
     Raises IntegrityError if it cannot be read, or if a .safetensors file has a bad header.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
+        with os.fdopen(open_regular(path, shown, error=IntegrityError), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             buffer = memoryview(bytearray(min(CHUNK, max(size, 1))))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sm70_convert.bank import CHUNK, digests_of
+from sm70_convert.bank import CHUNK, TEMPORARY, digests_of
 from sm70_convert.errors import CheckpointError, Problem, Problems, UnsupportedError
-from sm70_convert.safetensors_header import PIECE, Header, Packed, read_header
+from sm70_convert.regular import open_regular
+from sm70_convert.safetensors_header import MAX_NAME, PIECE, Header, Packed, read_header
 from sm70_convert.strict_json import MAX_MEMBERS, ObjectReader, load_object
 
 INDEX = "model.safetensors.index.json"
@@ -155,25 +155,10 @@ class Checkpoint:
         self.close()
 
 
-def open_regular(path: Path, shown: str) -> int:
-    """A descriptor for reading `path`; a symlink that ends at a regular file is followed, anything else refused."""
-    try:
-        # O_NONBLOCK: a FIFO must not hang the run before it is refused.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise CheckpointError(Problem("is missing", file=shown, hint=_FETCH)) from None
-    except OSError as exc:
-        raise CheckpointError(Problem(f"cannot be opened: {exc.strerror}", file=shown)) from exc
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CheckpointError(Problem("is not a regular file", file=shown))
-    return fd
-
-
 def read_small(path: Path, shown: str) -> bytes:
     """The bytes of a JSON file. Raises CheckpointError over MAX_JSON, or MAX_INDEX for an index."""
     limit = MAX_INDEX if shown == INDEX else MAX_JSON
-    with os.fdopen(open_regular(path, shown), "rb") as handle:
+    with os.fdopen(open_regular(path, shown, missing=_FETCH), "rb") as handle:
         size = os.fstat(handle.fileno()).st_size
         if size > limit:
             expected = f"at most {limit} bytes"
@@ -256,7 +241,7 @@ def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None
 
 
 def _open_shard(folder: Path, name: str) -> tuple[Shard, Header]:
-    fd = open_regular(folder / name, name)
+    fd = open_regular(folder / name, name, missing=_FETCH)
     try:
         info = os.fstat(fd)
         header = read_header(lambda offset, count: os.pread(fd, count, offset), info.st_size, name)
@@ -317,6 +302,10 @@ def _read_weight_map(reader: ObjectReader, files: dict[str, str]) -> None:
     for tensor in reader.members():
         if tensor in files:
             raise reader.duplicate(tensor)
+        if len(tensor) > MAX_NAME:
+            raise CheckpointError(
+                Problem(f"names a tensor of {len(tensor)} characters, more than {MAX_NAME}", file=INDEX)
+            )
         file = reader.value("the name of a shard", tensor=tensor)
         if not isinstance(file, str) or not _is_plain(file):
             raise CheckpointError(
@@ -332,8 +321,9 @@ def _read_weight_map(reader: ObjectReader, files: dict[str, str]) -> None:
 
 
 def _is_plain(file: str) -> bool:
-    """A name without any folder, fit for a shard."""
-    return file.endswith(".safetensors") and not file.startswith(".") and not set(file) & set("/\\\0")
+    """A name without any folder, fit for a shard and for its temporary file."""
+    plain = file.endswith(".safetensors") and not file.startswith(".") and not set(file) & set("/\\\0")
+    return plain and len(file.encode()) <= 255 - len(f".{TEMPORARY}")
 
 
 def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

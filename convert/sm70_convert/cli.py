@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,14 +47,25 @@ class _DefaultCommand(click.Group):
             rest[1:1] = args[:count]
         return super().parse_args(ctx, rest)
 
-    def main(self, *args: Any, **extra: Any) -> Any:
-        """Runs the command line; a standard stream that is closed or full ends it without a traceback."""
+    def main(self, args: Sequence[str] | None = None, *more: Any, **extra: Any) -> Any:
+        """Runs the command line; a standard stream that is closed or full ends it without a traceback.
+
+        With --json, click's own refusals are a document too.
+        """
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
         try:
             try:
-                return super().main(*args, **extra)
+                given = list(sys.argv[1:] if args is None else args)
+                if "--json" not in given:
+                    return super().main(given, *more, **extra)
+                try:
+                    sys.exit(super().main(given, *more, **{**extra, "standalone_mode": False}))
+                except click.ClickException as exc:
+                    _fail(Console(as_json=True), UsageError(exc.format_message().partition("\n")[0]), debug=False)
+                except click.Abort:
+                    _fail(Console(as_json=True), Interrupted("interrupted"), debug=False)
             finally:
                 sys.stdout.flush()
         except OSError:
@@ -196,7 +207,7 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
 
 def _fail(console: Console, error: Sm70Error, debug: bool) -> None:
     if debug:
-        raise error
+        console.traceback()
     console.error(error)
     sys.exit(error.exit_code)
 

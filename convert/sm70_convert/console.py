@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,6 +88,11 @@ class Console:
             colors = {"error": "red", "next": "green"}
             styled = f"{click.style(head, fg=colors[head], bold=True)}: {rest}" if head in colors else line
             click.echo(styled, err=True, color=self.color)
+
+    def traceback(self) -> None:
+        """The traceback of the exception that is being handled, on stderr."""
+        for line in traceback.format_exc().splitlines():
+            click.echo(printable(line), err=True)
 
     @contextmanager
     def progress(

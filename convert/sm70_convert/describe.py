@@ -56,6 +56,8 @@ def _prepared(path: Path) -> Described:
     moe, layout, _ = manifest_moe(manifest)
     per_rank = Counter[str]()
     for bank in manifest.banks.values():
+        if not (path / bank.path).is_file():
+            raise IntegrityError(Problem("is missing, or no regular file", file=bank.path))
         read_file_header(path / bank.path, bank.path, error=IntegrityError)
         per_rank[bank.path.rsplit("/", 1)[0].removeprefix("sm70/")] += bank.bytes
     document = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def resolve(model: str, revision: str | None = None, *, progress: bool = False) 
     Raises CheckpointError if it is neither a folder nor to be had from the hub (or its cache, offline).
     """
     folder = Path(model)
-    if folder.exists():
+    if os.path.exists(folder):  # noqa: PTH110 - Path.exists() raises for a name that is too long
         if revision is not None:
             raise UsageError(Problem("--revision is for hub ids, but this is a local path", file=model))
         return open_checkpoint(folder)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from sm70_convert.bank import (
     HASHES,
     TEMPORARY,
     FileRecord,
+    check_relative,
     layer_bank_paths,
     make_folder,
     measure,
@@ -33,7 +36,6 @@ from sm70_convert.manifest import (
     RECORD_FORM,
     LayerRecord,
     Manifest,
-    check_relative,
     difference,
     other_plan,
     plan_identity,
@@ -79,11 +81,15 @@ class OpenFolder:
     def record(self, record: LayerRecord) -> None:
         """Notes a finished layer, durably."""
         assert self.journal is not None  # noqa: S101 - a run with work to do has a journal
-        with writing(self.journal.name), open(self.journal, "ab") as file:
+        with writing(self.journal.name), open(self.journal, "ab", opener=_no_symlink) as file:
             file.write(canonical(record.as_json()) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         self.done[record.layer] = record
+
+
+def _no_symlink(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def journal_name(plan: Plan) -> str:
@@ -106,6 +112,8 @@ def read_journals(root: Path) -> list[Journal]:
 def _read_journal(path: Path) -> Journal:
     """One journal. A last line that is not whole was cut by a crash and does not count."""
     try:
+        if path.is_symlink():
+            raise ValueError("a journal is appended to, and nothing is written through a symlink")
         lines = io.BytesIO(read_small(path, path.name))  # not split: a file of line ends alone would fill the memory
         head = load_object(lines.readline(), path.name, error=OutputError)
         whole = [load_object(line, path.name, error=OutputError) for line in lines if line.endswith(b"\n")]
@@ -133,6 +141,14 @@ def _read_journal(path: Path) -> Journal:
         ) from None
 
 
+def _refuse_foreign_lock(path: Path) -> None:
+    """Some versions of filelock follow a symlink, and all truncate what is there."""
+    with suppress(FileNotFoundError):
+        info = path.lstat()
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
+            raise OSError(errno.EEXIST, "it is no lock file of this tool")
+
+
 @contextmanager
 def locked(path: Path, *, wait: float = 0) -> Iterator[None]:
     """Holds a lock that ends with the process. Raises OutputError if another run holds it.
@@ -141,6 +157,7 @@ def locked(path: Path, *, wait: float = 0) -> Iterator[None]:
     """
     lock = FileLock(path, timeout=wait)
     try:
+        _refuse_foreign_lock(path)
         lock.acquire()
         while not path.exists():
             lock.release()
@@ -220,7 +237,7 @@ def _register(plan: Plan, folder: OpenFolder) -> Iterator[None]:
                     pass
             for record in other.records:
                 whole = {b.path for b in record.banks} == layer_bank_paths(record.layer, folder.todo)
-                intact = whole and all(_is_intact(folder.root, b, plan.options.hash) for b in record.banks)
+                intact = whole and all(is_intact(folder.root, b, plan.options.hash) for b in record.banks)
                 if record.layer in plan.selected and intact:
                     folder.done[record.layer] = record
         if not journal.exists():
@@ -251,13 +268,22 @@ def _cut_torn_line(journal: Path) -> None:
         os.truncate(journal, whole)
 
 
-def _is_intact(root: Path, record: FileRecord, hash_name: str) -> bool:
-    """Whether a journaled file is there with the size and the digest that its line says."""
+def is_intact(root: Path, record: FileRecord, hash_name: str) -> bool:
+    """Whether a journaled bank is there, through no symlink, with the size and the digest that its line says."""
     path = root / record.path
     try:
-        return path.lstat().st_size == record.bytes and measure(path, record.path, HASHES[hash_name]) == record
+        return (
+            _is_real(path)
+            and path.lstat().st_size == record.bytes
+            and measure(path, record.path, HASHES[hash_name]) == record
+        )
     except (OSError, IntegrityError):
         return False
+
+
+def _is_real(path: Path) -> bool:
+    """Whether no symlink is in `path`, which is below a folder without any."""
+    return os.path.realpath(path) == str(path)
 
 
 def refuse_overlap(plan: Plan, root: Path) -> None:
@@ -305,6 +331,10 @@ def _remove_ours(root: Path) -> None:
                 hint="remove the folder yourself if it may go, or give another --out",
             )
         ) from exc
+    for path in sorted(paths):
+        if not _is_real((root / path).parent):
+            message = "lies behind a symlink, so --overwrite does not remove it"
+            raise OutputError(Problem(message, file=path, hint="remove the symlink, or give another --out"))
     foreign = sorted(n for n in _files(root) if n not in paths and n != MANIFEST and not is_own_state(n))
     if foreign:
         message = f"holds files that this tool did not write: {', '.join(foreign[:5])}"

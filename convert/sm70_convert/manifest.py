@@ -221,22 +221,19 @@ def read_manifest(folder: Path, *, error: type[Sm70Error] = IntegrityError) -> M
                 hint="use the sm70-convert that wrote it, or another --out",
             )
         )
-    altered = error(
-        Problem(
-            "was altered or damaged: its own digest does not match",
-            file=MANIFEST,
-            hint="restore it, or convert to another --out",
-        )
-    )
-    if document.get("hash") not in HASHES:
-        raise altered
+    hint = "restore it, or convert to another --out"
     digest = document.pop("manifest_digest", None)
     try:
-        if digest != digests_of(canonical(document))[document["hash"]]:
-            raise altered
+        sound = digest == digests_of(canonical(document))[document["hash"]]
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise error(Problem("was altered or damaged: its own digest does not match", file=MANIFEST, hint=hint))
+    try:
         return _decode(document)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise altered from None
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        message = f"is none that this tool wrote, although its digest is right: {exc}"
+        raise error(Problem(message, file=MANIFEST, hint=hint)) from None
 
 
 def _decode(document: dict[str, Any]) -> Manifest:

@@ -22,10 +22,11 @@ from sm70_convert.bank import (
     write_small,
     writing,
 )
-from sm70_convert.checkpoint import CONFIG, INDEX, open_regular
+from sm70_convert.checkpoint import CONFIG, INDEX
 from sm70_convert.errors import CheckpointError, OutputError, Problem
 from sm70_convert.manifest import MANIFEST
 from sm70_convert.plan import PassthroughShard, Plan
+from sm70_convert.regular import open_regular
 from sm70_convert.safetensors_header import Header, build_header
 from sm70_convert.strict_json import pretty
 

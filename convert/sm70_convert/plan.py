@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from sm70_convert import names
 from sm70_convert.checkpoint import CONFIG, INDEX, Checkpoint, TensorRef
 from sm70_convert.errors import CheckpointError, Problem, Problems, Sm70Error, UnsupportedError, UsageError
 from sm70_convert.expert_tensors import FLOATS, FoundExperts, LayerPlan, LayerPlanner, experts_by_layer
-from sm70_convert.formats import SourceFormat, is_excluded, source_format
+from sm70_convert.formats import SourceFormat, contradiction, is_excluded, source_format
 from sm70_convert.layout import (
     AWQ,
     LAYOUTS,
@@ -25,6 +26,9 @@ from sm70_convert.layout import (
 from sm70_convert.tensor_parallel import legal_sizes, why_not
 
 _METHODS = {"awq": AWQ, "modelopt": NVFP4, "modelopt_fp4": NVFP4, "modelopt_mixed": NVFP4, "nvfp4": NVFP4}
+# Spellings of one number, the commonest first.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_TOP_K = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
 MAX_EXTRAS = 10_000
 MAX_COUNT = 65_536  # experts of a layer, layers of a model
 _OURS = ("sm70", "SHA256SUMS", "sm70-sentinel.safetensors")
@@ -181,10 +185,10 @@ def _size(checkpoint: Checkpoint, *keys: str, limit: int = 1 << 31) -> int | Non
 
 
 def _moe_shape(checkpoint: Checkpoint, problems: Problems) -> MoeShape | None:
-    experts = _size(checkpoint, "num_experts", "num_local_experts", "n_routed_experts", limit=MAX_COUNT)
+    experts = _size(checkpoint, *_EXPERTS, limit=MAX_COUNT)
     hidden = _size(checkpoint, "hidden_size")
     intermediate = _size(checkpoint, "moe_intermediate_size", "intermediate_size")
-    top_k = _size(checkpoint, "num_experts_per_tok", "moe_topk", "num_experts_per_token")
+    top_k = _size(checkpoint, *_TOP_K)
     depth = _size(checkpoint, "num_hidden_layers", limit=MAX_COUNT)
     for what, value in (("num_experts", experts), ("hidden_size", hidden), ("moe_intermediate_size", intermediate),
                         ("num_experts_per_tok", top_k), ("num_hidden_layers", depth)):  # fmt: skip
@@ -198,8 +202,22 @@ def _moe_shape(checkpoint: Checkpoint, problems: Problems) -> MoeShape | None:
                     hint="only MoE checkpoints with a complete config.json can be prepared",
                 ),
             )
+    for holder, keys in product((_text_config(checkpoint), checkpoint.config), (_EXPERTS, _TOP_K)):
+        if problem := contradiction(holder, keys):
+            problems.add(CheckpointError, problem)
     if experts is None or hidden is None or intermediate is None or top_k is None or depth is None:
         return None
+    if top_k > experts:
+        problems.add(
+            CheckpointError,
+            Problem(
+                "num_experts_per_tok is more than there are experts",
+                file=CONFIG,
+                expected=f"at most {experts}",
+                actual=str(top_k),
+                hint="mend config.json after the model's own",
+            ),
+        )
     return MoeShape((), experts, hidden, intermediate, top_k)
 
 
@@ -346,6 +364,7 @@ def _check_extras(checkpoint: Checkpoint, problems: Problems) -> None:
         if any("\ud800" <= c <= "\udfff" for c in name):
             message = "has a name that is not UTF-8, which a manifest cannot hold"
             problems.add(CheckpointError, Problem(message, file=name, hint="rename or move the file, then run again"))
+    for name in (*checkpoint.extras, *checkpoint.shards):
         if name.split("/")[0] in _OURS:
             problems.add(
                 CheckpointError,

@@ -14,7 +14,15 @@ from sm70_convert.bank import HASHES, layer_bank_paths, measure, write_small
 from sm70_convert.checkpoint import open_checkpoint
 from sm70_convert.errors import IntegrityError, OutputError, Problem
 from sm70_convert.hub import resolve
-from sm70_convert.journal import close_journals, is_own_state, journal_plan, read_journals, sealing, temporary_files
+from sm70_convert.journal import (
+    close_journals,
+    is_intact,
+    is_own_state,
+    journal_plan,
+    read_journals,
+    sealing,
+    temporary_files,
+)
 from sm70_convert.manifest import (
     MANIFEST,
     SUMS,
@@ -108,7 +116,7 @@ def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress
                     Problem(message, layer=record.layer, hint=f"make it again with --layers {record.layer}")
                 )
             for bank in record.banks:
-                if measure(root / bank.path, bank.path, HASHES[plan.options.hash]) != bank:
+                if not is_intact(root, bank, plan.options.hash):
                     raise IntegrityError(
                         Problem(
                             "is not what its part wrote",

@@ -86,6 +86,21 @@ def _exclude_list(fields: Mapping[str, Any], key: str) -> list[str]:
     return [name for name in value if isinstance(name, str)]
 
 
+def contradiction(fields: Mapping[str, Any], keys: tuple[str, ...]) -> Problem | None:
+    """What is wrong where `fields` of config.json give one number under several of `keys`, and not the same one."""
+    given = [key for key in keys if fields.get(key) is not None]
+    other = next((key for key in given if fields[key] != fields[given[0]]), None)
+    if other is None:
+        return None
+    return Problem(
+        f"{given[0]} and {other} contradict each other",
+        file="config.json",
+        expected=f"{other} {fields[given[0]]!r}"[:100],
+        actual=repr(fields[other])[:100],
+        hint="mend config.json after the model's own",
+    )
+
+
 def source_format(name: str) -> SourceFormat:
     """The format called `awq` or `nvfp4`."""
     if name == "awq":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sm70_convert.errors import CheckpointError, Problem, UnsupportedError
-from sm70_convert.formats import Part, ScaleReport, SourceFormat
+from sm70_convert.formats import Part, ScaleReport, SourceFormat, contradiction
 from sm70_convert.layout import AWQ, QuantizationSpec
 from sm70_kernels.scale_tables import bf16_to_fp16
 from sm70_kernels.spec import Projection
@@ -33,6 +33,9 @@ def spec(config: Mapping[str, Any], experts_modules: tuple[str, ...]) -> Quantiz
     bits = config.get("bits", config.get("w_bit"))
     group_size = config.get("group_size", config.get("q_group_size"))
     zero_point = config.get("zero_point")
+    for keys in (("bits", "w_bit"), ("group_size", "q_group_size")):
+        if problem := contradiction(config, keys):
+            raise CheckpointError(problem)
     version = str(config.get("version", config.get("checkpoint_format", "gemm"))).lower()
     if type(bits) is not int or type(group_size) is not int or group_size < -1 or group_size == 0:
         raise CheckpointError(

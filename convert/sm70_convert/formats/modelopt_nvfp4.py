@@ -40,24 +40,25 @@ def spec(config: Mapping[str, Any], experts_modules: tuple[str, ...]) -> Quantiz
     nested = config.get("quantization")
     fields: Mapping[str, Any] = nested if isinstance(nested, dict) else config
     algorithm = str(fields.get("quant_algo", "")).upper()
-    group_size = fields.get("group_size", _flat_group_size(fields))
+    group_sizes = [fields.get("group_size"), _flat_group_size(fields)]
     if algorithm == "MIXED_PRECISION":
         layers = fields.get("quantized_layers")
         for name, entry in (layers if isinstance(layers, dict) else {}).items():
             if isinstance(entry, dict) and any(_covers(name, module) for module in experts_modules):
                 _require(str(entry.get("quant_algo", "")).upper(), name)
-                group_size = entry.get("group_size", group_size)
+                group_sizes.append(entry.get("group_size"))
     else:
         _require(algorithm, "quant_algo")
-    if group_size not in (None, GROUP):
-        raise CheckpointError(
-            Problem(
-                "NVFP4 has one scale for 16 values",
-                file="config.json",
-                expected="group_size 16",
-                actual=repr(group_size),
+    for group_size in group_sizes:
+        if group_size not in (None, GROUP):
+            raise CheckpointError(
+                Problem(
+                    "NVFP4 has one scale for 16 values",
+                    file="config.json",
+                    expected="group_size 16",
+                    actual=repr(group_size),
+                )
             )
-        )
     return QuantizationSpec(NVFP4, 4, GROUP, zero_point=False)
 
 

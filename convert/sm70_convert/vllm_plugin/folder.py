@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -102,6 +103,8 @@ class PreparedFolder:
         """Tensors of the shards that must not be loaded: the sentinel, and what the index does not list."""
         found = {SENTINEL_TENSOR}
         for shard, listed in parse_index(read_small(self.root / INDEX, INDEX)).items():
+            if not (self.root / shard).is_file():
+                raise IntegrityError(Problem("is missing, or no regular file", file=shard))
             header = read_file_header(self.root / shard, shard, error=IntegrityError)
             found.update(header.tensors.keys() - set(listed))
         return found
@@ -171,12 +174,14 @@ class PreparedFolder:
             )
         path = self.root / spec.path
         try:
-            size = path.stat().st_size
+            info = path.stat()
         except OSError as exc:
             raise self._wrong(layer, rank, spec.path, f"bank is missing: {exc.strerror}") from exc
-        if size != record.bytes:
-            what = "bank is truncated" if size < record.bytes else "bank has the wrong size"
-            raise self._wrong(layer, rank, spec.path, what, f"{record.bytes} bytes", str(size))
+        if not stat.S_ISREG(info.st_mode):
+            raise self._wrong(layer, rank, spec.path, "bank is not a regular file")
+        if info.st_size != record.bytes:
+            what = "bank is truncated" if info.st_size < record.bytes else "bank has the wrong size"
+            raise self._wrong(layer, rank, spec.path, what, f"{record.bytes} bytes", str(info.st_size))
         header = read_file_header(path, spec.path, error=IntegrityError)
         with open(path, "rb") as file:
             as_said = file.read(len(spec.header.raw)) == spec.header.raw
