@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import convert_vs_cp
+import gpu_kernels
 import hashing
 import kernels
 import naive
@@ -241,6 +242,15 @@ def test_verify_vs_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setattr(verify_vs_read, "MIN_RATIO", 1e9)
     assert verify_vs_read.main([*arguments, "--check"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED ratio: ")
+
+
+def test_gpu_kernels_without_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_kernels.main(["--json", str(tmp_path / "figures.json")]) == 2
+    assert capsys.readouterr().out == "no CUDA device is here: nothing was run\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_measure() -> None:

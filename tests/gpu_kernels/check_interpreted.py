@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ SHAPES = [
     ("nvfp4-fp16", 224, 80, 16, 1, [1, 5]),
     ("nvfp4-fp16", 160, 320, 16, 2, [1, 2, 4]),
     ("nvfp4-raw", 96, 64, 16, 3, [1, 2]),
+    ("nvfp4-raw", 224, 80, 16, 2, [1, 5]),
     ("nvfp4-raw", 160, 320, 16, 2, [1, 2, 5]),
 ]
 
@@ -139,13 +141,14 @@ def test_a_zero_of_zero_gives_minus_zero() -> None:
     assert not bool(torch.signbit(out[0]))  # so the test can tell
 
 
-def test_unlike_globals_interleaved_raw() -> None:
-    """Globals one binade apart: the table differs for the upper half of each 32 columns."""
+@pytest.mark.parametrize("interleave", [False, True], ids=["joined", "interleaved"])
+def test_unlike_globals_raw(interleave: bool) -> None:
+    """Globals one binade apart: interleaved, the table differs for the upper half of each 32 columns."""
     rng = np.random.default_rng(3)
     parts = [
         random_nvfp4(rng, k, n, g, (24, 112)) for k, n, g in ((64, 128, 2**-7), (64, 128, 2**-6), (128, 64, 2**-5))
     ]
-    assert_like_the_reference([parts], "nvfp4-raw", True, [1, 2])
+    assert_like_the_reference([parts], "nvfp4-raw", interleave, [1, 2])
 
 
 def test_a_scale_that_raw_storage_cannot_hold_names_its_expert() -> None:
@@ -155,6 +158,47 @@ def test_a_scale_that_raw_storage_cannot_hold_names_its_expert() -> None:
     with pytest.raises(RawScaleError, match="up: e4m3 code 0x07 with global scale") as caught:
         prepare_layer(experts, "nvfp4-raw", False, [1])
     assert (caught.value.projection, caught.value.expert) == ("up", 2)
+
+
+def untouched(elements: int, dtype: Any) -> np.ndarray[Any, Any]:
+    """Zeros that take no memory until they are touched, with as much room before them: a wrapped offset stays inside."""
+    nbytes, no_reserve = elements * np.dtype(dtype).itemsize, 0x4000
+    memory = mmap.mmap(-1, 2 * nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    return np.frombuffer(memory, dtype, elements, nbytes)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["weights", "scales"])
+@pytest.mark.parametrize("layout", ["awq-half2", "nvfp4-fp16"])
+def test_an_expert_beyond_2_to_31_elements(layout: str, number: int) -> None:
+    """The first block of two experts of 2^31 elements each, alike: it comes out alike, and at its place."""
+    rows, columns, rng = 2**26, 32, np.random.default_rng(6)
+    awq = layout == "awq-half2"
+
+    def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(2, *shape, dtype=dtype, device="meta")
+
+    words, scales = meta(8 * rows, columns // 8, dtype=torch.int32), meta(rows, columns, dtype=torch.float16)
+    bytes_, codes = meta(columns, 4 * rows, dtype=torch.uint8), meta(columns, rows, dtype=torch.uint8)
+    zeros = meta(rows, columns // 8, dtype=torch.int32)
+    down = LayerProjection(words, scales, zeros, None) if awq else LayerProjection(bytes_, codes, None, torch.ones(2))
+    out = {"w2_tm_weight": words[None], "w2_tm_scales": (words.view(2, rows, columns) if awq else scales)[None]}
+    launches = triton_sm70.launches("w2", down, down, layout=layout, interleave=False, out=out, tables=None)
+
+    kernel, _, arguments = launches[number]
+    far: dict[str, np.ndarray[Any, Any]] = {}
+    for name, given in arguments.items():
+        if isinstance(given, torch.Tensor) and given.is_meta:
+            dtype = {1: np.uint8, 2: np.int16, 4: np.int32}[given.itemsize]
+            far[name] = untouched(given.numel(), dtype)
+            if name != "out":
+                lines = far[name].reshape(2, -1) if awq else far[name].reshape(2, columns, -1)
+                lines[..., :1024] = rng.integers(1, np.iinfo(dtype).max, (*lines.shape[1:-1], 1024), dtype=dtype)
+    # torch sees the beginning alone, since the interpreter copies what it sees.
+    arguments |= {name: torch.from_numpy(array[:1024]) for name, array in far.items()}
+    kernel[(1, 1, 2)](**arguments)
+    first, second = far["out"].reshape(2, -1)[:, : (1024, 512)[number]]
+    assert (first != 0).all()
+    np.testing.assert_array_equal(first, second)
 
 
 def test_an_unknown_layout() -> None:
