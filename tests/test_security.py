@@ -62,7 +62,7 @@ def run(*args: object) -> Result:
 
 
 def first_error(result: Result) -> str:
-    return result.stderr.splitlines()[0].removeprefix("error: ")
+    return next(line for line in result.stderr.splitlines() if line.startswith("error: ")).removeprefix("error: ")
 
 
 # Names in an index.

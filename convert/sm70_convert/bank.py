@@ -7,9 +7,9 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from blake3 import blake3
 
@@ -65,26 +65,6 @@ class FileRecord:
     def as_json(self) -> dict[str, Any]:
         """For the manifest and the journal."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> FileRecord:
-        """The record that as_json() wrote. Raises TypeError or ValueError for anything else, such as a path out of the folder."""
-        record = typed(cls(**value), (str,), (int,), (str,), (dict,))
-        if record.bytes < 0 or not all(type(digest) is str for digest in record.tensors.values()):
-            raise ValueError(f"{record.path[:100]!r} has no sound size and digests")
-        check_relative(record.path)
-        return record
-
-
-_T = TypeVar("_T")
-
-
-def typed(record: _T, *types: tuple[type, ...]) -> _T:
-    """`record`, a dataclass, if its fields are of exactly these types. Raises TypeError otherwise."""
-    for field, allowed in zip(fields(record), types, strict=True):  # type: ignore[arg-type]
-        if type(getattr(record, field.name)) not in allowed:
-            raise TypeError(f"{field.name} of a {type(record).__name__} is of another type")
-    return record
 
 
 def check_relative(path: object) -> str:

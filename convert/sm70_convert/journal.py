@@ -37,6 +37,7 @@ from sm70_convert.manifest import (
     LayerRecord,
     Manifest,
     difference,
+    is_tp_size,
     other_plan,
     plan_identity,
     read_manifest,
@@ -46,7 +47,7 @@ from sm70_convert.plan import Plan
 from sm70_convert.strict_json import canonical, has_form, load_object
 
 _HEAD_FORM = {
-    "plan": {**IDENTITY_FORM, "tp_sizes": [int], "mtimes": {str: int}},
+    "plan": {**IDENTITY_FORM, "tp_sizes": [is_tp_size], "mtimes": {str: int}},
     "source": str,
     "layers": str,
     "outputs": [str],

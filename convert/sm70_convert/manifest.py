@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sm70_convert import __version__, names
-from sm70_convert.bank import FORMAT_VERSION, HASHES, FileRecord, digests_of
+from sm70_convert.bank import FORMAT_VERSION, HASHES, FileRecord, check_relative, digests_of
 from sm70_convert.checkpoint import read_small
 from sm70_convert.errors import CheckpointError, IntegrityError, OutputError, Problem, Sm70Error
 from sm70_convert.expert_tensors import LayerPlan
@@ -28,6 +28,11 @@ def _size(value: object) -> bool:
 
 def _positive(value: object) -> bool:
     return _size(value) and value != 0
+
+
+def is_tp_size(value: object) -> bool:
+    """Whether `value` is a number of ranks that a folder can have."""
+    return _positive(value) and value <= MAX_TP  # type: ignore[operator]
 
 
 def _layer(value: object) -> bool:
@@ -63,7 +68,7 @@ IDENTITY_FORM = {
 _LAYER_FORM = {"layout": str, "interleave_gate_up": bool, "runtime_flags": {str: str}, "sources": [_SOURCE]}
 _MANIFEST_FORM = {
     **IDENTITY_FORM,
-    "tp_sizes": [_positive],
+    "tp_sizes": [is_tp_size],
     "layers": {str: _LAYER_FORM},
     "banks": [_FILE],
     "passthrough": [_FILE],
@@ -256,7 +261,7 @@ def _decode(document: dict[str, Any]) -> Manifest:
     if names.parse_ranges(document["moe"]["layers"]) != tuple(sorted(layers)):
         raise ValueError("layers and moe.layers differ")
     tp_sizes = document["tp_sizes"]
-    if not tp_sizes or max(tp_sizes) > MAX_TP or sum(tp_sizes) * len(layers) > MAX_BANKS:
+    if not tp_sizes or sum(tp_sizes) * len(layers) > MAX_BANKS:
         raise ValueError("tp_sizes are no sizes")
     return Manifest(
         tp_sizes=tuple(document.pop("tp_sizes")),
@@ -266,18 +271,6 @@ def _decode(document: dict[str, Any]) -> Manifest:
         findings=findings,
         identity=document,
     )
-
-
-def check_relative(path: object) -> str:
-    """`path` if it is a plain relative path inside the folder. Raises ValueError otherwise."""
-    if (
-        not isinstance(path, str)
-        or path.startswith("/")
-        or "\0" in path
-        or any(p in ("", ".", "..") for p in path.split("/"))
-    ):
-        raise ValueError(f"{path!r} is no plain relative path")
-    return path
 
 
 def other_plan(file: str, field: tuple[str, str, str]) -> OutputError:
