@@ -10,7 +10,15 @@ SHOWN_PROBLEMS = 10
 
 def printable(text: str) -> str:
     """`text` with control and other unprintable characters escaped, so that a name from a file cannot steer a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shortened(text))
+
+
+MAX_LINE = 10_000  # a tensor's name may have 4096 characters
+
+
+def shortened(text: str) -> str:
+    """`text`, cut where it is too long for a line: a value of a hostile config.json may have megabytes."""
+    return text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}... ({len(text)} characters)"
 
 
 def first_line(exc: BaseException) -> str:
@@ -72,7 +80,10 @@ class Sm70Error(Exception):
 
     def as_json(self) -> dict[str, Any]:
         """The same for `--json`, with every problem that was kept."""
-        problems = [{k: v for k, v in asdict(p).items() if v is not None} for p in self.problems]
+        problems = [
+            {k: shortened(v) if isinstance(v, str) else v for k, v in asdict(p).items() if v is not None}
+            for p in self.problems
+        ]
         return {"kind": self.kind, "exit_code": self.exit_code, "total": self.total, "problems": problems}
 
 

@@ -25,12 +25,14 @@ from sm70_convert.layout import (
 )
 from sm70_convert.tensor_parallel import legal_sizes, why_not
 
+MAX_EXPERTS = 500_000  # of all layers: what a small config.json claims must not take hours to look for
 _METHODS = {"awq": AWQ, "modelopt": NVFP4, "modelopt_fp4": NVFP4, "modelopt_mixed": NVFP4, "nvfp4": NVFP4}
 # Spellings of one number, the commonest first.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
 MAX_EXTRAS = 10_000
 MAX_COUNT = 65_536  # experts of a layer, layers of a model
+_OUR_TENSORS = "sm70_prepared_checkpoint."  # the sentinel's: the output's index would give such a tensor to its file
 _OURS = ("sm70", "SHA256SUMS", "sm70-sentinel.safetensors")
 
 
@@ -106,6 +108,10 @@ def build_plan(checkpoint: Checkpoint, options: Options) -> Plan:
         raise AssertionError("unreachable")
     source = source_format(spec.format)
     _check_layers_present(checkpoint, found, moe, problems)
+    if len(found) * moe.experts > MAX_EXPERTS:
+        what, claimed = "has too many experts in all its layers", f"{len(found)} layers of {moe.experts}"
+        problems.add(UnsupportedError, Problem(what, file=CONFIG, expected=f"at most {MAX_EXPERTS}", actual=claimed))
+        problems.raise_if_any()
     findings = list(_checkpoint_findings(checkpoint))
     layers: list[LayerPlan] = []
     if drafts := _draft_experts(checkpoint):
@@ -151,6 +157,7 @@ def build_plan(checkpoint: Checkpoint, options: Options) -> Plan:
                 f"--layers names {names.format_ranges(unknown)}, but the MoE layers are {names.format_ranges(moe.layers)}"
             ),
         )
+    _check_names(checkpoint, problems)
     _check_extras(checkpoint, problems)
     problems.raise_if_any()
     return Plan(
@@ -355,6 +362,16 @@ def _checkpoint_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
         )
     if checkpoint.unindexed:
         yield Finding("files that the index does not name; ignored", checkpoint.unindexed[0], len(checkpoint.unindexed))
+
+
+def _check_names(checkpoint: Checkpoint, problems: Problems) -> None:
+    for name, ref in checkpoint.refs.items():
+        if name.startswith(_OUR_TENSORS):
+            hint = "convert from the source checkpoint, without that tensor"
+            problems.add(
+                CheckpointError,
+                Problem("has a name that prepared folders use for themselves", name, ref.file, hint=hint),
+            )
 
 
 def _check_extras(checkpoint: Checkpoint, problems: Problems) -> None:
