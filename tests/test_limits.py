@@ -203,12 +203,15 @@ def test_a_manifest_of_16_mb_is_refused_in_little_memory(name: str, folder: Path
 
 
 @pytest.mark.parametrize("line", ["\n", "{}\n", '{"layer":0,"banks":[],"sources":[],"findings":[]}\n'])
-def test_a_journal_of_16_mb_is_refused_in_little_memory(line: str, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["alone", "after-a-good-head"])
+def test_a_journal_of_16_mb_is_refused_in_little_memory(whole: bool, line: str, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    (out / "sm70").mkdir(parents=True)
-    write(out / "sm70/journal.jsonl", many(line, 100), MAX_JSON, header=False)
+    assert run(folder, "--out", out, "--layers", 0).code == 0
+    journal = out / "sm70/journal-0.jsonl"
+    head = journal.read_text().splitlines(keepends=True)[0]
+    write(journal, chain([head] if whole else [], many(line, 100)), MAX_JSON, header=False)
     ran = run(folder, "--out", out)
-    assert (ran.code, ran.errors) == (5, ["error: sm70/journal.jsonl: is damaged, or no journal of this tool"])
+    assert (ran.code, ran.errors) == (5, ["error: sm70/journal-0.jsonl: is damaged, or no journal of this tool"])
     assert ran.memory < MEMORY
 
 
@@ -283,16 +286,13 @@ def test_a_document_is_the_same_wherever_its_pieces_end(spaces: int) -> None:
         ("tru", "Expecting value (char 5)"),
         ("-", "Expecting value (char 5)"),
         ('"', "Unterminated string starting at (char 5)"),
-        ('"\\x"', "Invalid \\escape:  (char 6)"),
+        ('"\\x"', "Invalid \\escape (char 6)"),
         ('"\\u12', "Invalid \\uXXXX escape (char 7)"),
         ("[1 2]", "Expecting ',' delimiter (char 8)"),
-        ("1", "Expecting ',' (char 6)"),
     ],
 )
 def test_what_is_invalid_is_said_with_its_place(value: str, message: str) -> None:
-    expected = f"x: not valid JSON: {message}"
-    found = header('{"a":' + value)
-    assert found.replace("\\\\", "\\") == expected if value != "1" else "header entry is not exactly" in found
+    assert header('{"a":' + value) == f"x: not valid JSON: {message}"
 
 
 def test_the_largest_value_is_read_and_one_character_more_is_not() -> None:

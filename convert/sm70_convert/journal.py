@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import re
 import stat
@@ -46,6 +45,7 @@ from sm70_convert.passthrough import output_names
 from sm70_convert.plan import Plan
 from sm70_convert.strict_json import canonical, has_form, load_object
 
+MAX_LINES = 10_000  # one a layer: a file of line ends alone must not fill the memory
 _HEAD_FORM = {
     "plan": {**IDENTITY_FORM, "tp_sizes": [is_tp_size], "mtimes": {str: int}},
     "source": str,
@@ -115,12 +115,11 @@ def _read_journal(path: Path) -> Journal:
     try:
         if path.is_symlink():
             raise ValueError("a journal is appended to, and nothing is written through a symlink")
-        lines = io.BytesIO(read_small(path, path.name))  # not split: a file of line ends alone would fill the memory
-        head = load_object(lines.readline(), path.name, error=OutputError)
-        whole = [load_object(line, path.name, error=OutputError) for line in lines if line.endswith(b"\n")]
-        if not has_form(head, _HEAD_FORM) or not has_form(whole, [RECORD_FORM]):
-            raise ValueError("another form")
-        records = [LayerRecord.from_json(record) for record in whole]
+        lines = read_small(path, path.name).split(b"\n", MAX_LINES)
+        head = load_object(lines[0], path.name, error=OutputError)
+        if b"\n" in lines[-1] or not has_form(head, _HEAD_FORM):
+            raise ValueError("too long, or another form")
+        records = [_read_record(line, path.name) for line in lines[1:-1]]
         for bank in (b for record in records for b in record.banks):
             check_relative(bank.path)
         outputs = tuple(check_relative(o) for o in head["outputs"])
@@ -140,6 +139,13 @@ def _read_journal(path: Path) -> Journal:
                 hint="start over with another --out",
             )
         ) from None
+
+
+def _read_record(line: bytes, file: str) -> LayerRecord:
+    record = load_object(line, file, error=OutputError)
+    if not has_form(record, RECORD_FORM):
+        raise ValueError("another form")
+    return LayerRecord.from_json(record)
 
 
 def _refuse_foreign_lock(path: Path) -> None:

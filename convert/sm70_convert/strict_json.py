@@ -118,6 +118,10 @@ class ObjectReader:
 
         Raises an error for anything but an object, and over MAX_MEMBERS or MAX_KEYS. Duplicates are for the caller to refuse.
         """
+        if self.next() and self._text[self._at] in '["-0123456789tfn':
+            raise self._error(
+                Problem("not a JSON object", file=self._file, expected="an object", actual="another value")
+            )
         self._take("{")
         if self.next() == "}":
             self._at += 1
