@@ -8,7 +8,7 @@ VENV := .venv
 BENCH_WORK ?= .
 FIGURES := docs/performance
 
-.PHONY: demo test check bench fuzz soak
+.PHONY: demo test check bench fuzz
 .DELETE_ON_ERROR:
 
 demo:
@@ -46,6 +46,7 @@ bench:
 	$(VENV)/bin/python benchmarks/verify_vs_read.py --check --work $(BENCH_WORK) --json $(FIGURES)/verify.json
 	TMPDIR=$(BENCH_WORK) $(VENV)/bin/python benchmarks/load_prepared.py --check --json $(FIGURES)/load.json
 	$(VENV)/bin/python benchmarks/plots.py $(FIGURES)
+
 # Five minutes of coverage-guided fuzzing of all that reads JSON (Python 3.11 to 3.13). What reached new code lies in $(FUZZ)/new.
 FUZZ := .fuzz
 fuzz:
