@@ -185,8 +185,8 @@ def main() -> None:
     page = folder.with_suffix(".md")
     text = page.read_text(encoding="utf-8")
     for name, part in parts.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        text, count = pattern.subn(lambda m, part=part: m[1] + part + m[2], text)  # type: ignore[misc]
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text, count = pattern.subn(lambda m, part=part: m[1] + part + "\n" + m[2], text)  # type: ignore[misc]
         assert count == 1, name
         print(f"{name}\n\n{part}\n")
     page.write_text(text, encoding="utf-8")
