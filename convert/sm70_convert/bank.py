@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from blake3 import blake3
 
-from sm70_convert.errors import IntegrityError, OutputError, Problem
+from sm70_convert.errors import RESUMES, IntegrityError, OutputError, Problem
 from sm70_convert.layout import Layout, MoeShape, bank_tensors, leading_dimensions
-from sm70_convert.safetensors_header import Header, build_header, read_header
+from sm70_convert.safetensors_header import Header, build_header, read_at, read_header
 from sm70_convert.strict_json import canonical
 
 FORMAT_VERSION = 1
 METADATA_KEY = "sm70_bank"
 TEMPORARY = ".sm70-tmp"
+MEND = f"free some space (or mend the disk), then {RESUMES}"
+MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_BANK_PATH = re.compile(r"sm70/tp([1-9][0-9]*)/rank(0|[1-9][0-9]*)/layer-([0-9]{5,})\.safetensors")
 
 
 class Digest(Protocol):
@@ -83,6 +89,15 @@ def bank_path(tp_size: int, rank: int, layer: int) -> str:
     return f"sm70/tp{tp_size}/rank{rank}/layer-{layer:05d}.safetensors"
 
 
+def bank_of(path: str) -> tuple[int, int, int] | None:
+    """The TP size, rank and layer whose bank has this path; None for other files."""
+    match = _BANK_PATH.fullmatch(path)
+    if match is None:
+        return None
+    tp_size, rank, layer = map(int, match.groups())
+    return (tp_size, rank, layer) if bank_path(tp_size, rank, layer) == path else None
+
+
 def layer_bank_paths(layer: int, tp_sizes: Iterable[int]) -> set[str]:
     """The bank files of one layer, for all ranks of some TP sizes."""
     return {bank_path(tp_size, rank, layer) for tp_size in tp_sizes for rank in range(tp_size)}
@@ -124,17 +139,22 @@ def combined_digest(new: Callable[[], Digest], header: bytes, tensors: Mapping[s
 
 
 def make_folder(root: Path, folder: Path) -> None:
-    """Creates `root` and what is missing from there to `folder`; refuses to go through a symlink inside `root`."""
+    """Creates `root` and what is missing from there to `folder`, durably; refuses to go through a symlink inside `root`."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
         for part in (*reversed(folder.parents), folder):
-            if root in part.parents:
-                part.mkdir(exist_ok=True)
-                if not stat.S_ISDIR(part.lstat().st_mode):
+            if root not in part.parents and os.path.lexists(part):
+                continue
+            try:
+                part.mkdir()
+            except FileExistsError:
+                if root in part.parents and not stat.S_ISDIR(part.lstat().st_mode):
                     hint = "give an --out without symlinks in it"
-                    raise OutputError(Problem("is not a real folder", file=str(part), hint=hint))
+                    raise OutputError(Problem("is not a real folder", file=str(part), hint=hint)) from None
+            else:
+                sync_folder(part.parent)
     except OSError as exc:
-        raise OutputError(Problem(f"cannot be created: {exc.strerror}", file=str(folder))) from exc
+        hint = MEND if exc.errno in MENDABLE else "give another --out"
+        raise OutputError(Problem(f"cannot be created: {exc.strerror}", file=str(folder), hint=hint)) from exc
 
 
 class AtomicFile:
@@ -168,13 +188,14 @@ class AtomicFile:
             os.fsync(self._fd)
             self.temporary.rename(self.final)
             sync_folder(self.final.parent)
-        self._close()
+            self._close()
         return self._size
 
     def discard(self) -> None:
         """Removes the temporary file; does nothing after commit."""
         if self._fd >= 0:
-            self._close()
+            with suppress(OSError):
+                self._close()
             with suppress(OSError):
                 self.temporary.unlink()
 
@@ -283,7 +304,7 @@ def measure(
             if plain or not shown.endswith(".safetensors"):
                 return FileRecord(shown, size, digest_of(0, size).hexdigest(), {})
             header = read_header(
-                lambda offset, count: os.pread(file.fileno(), count, offset),
+                partial(read_at, file.fileno()),
                 size,
                 shown,
                 error=IntegrityError,
@@ -312,5 +333,4 @@ def writing(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        hint = "free some space (or mend the disk), then run the same command again: it resumes"
-        raise OutputError(Problem(f"cannot be written: {exc.strerror}", file=path, hint=hint)) from exc
+        raise OutputError(Problem(f"cannot be written: {exc.strerror}", file=path, hint=MEND)) from exc

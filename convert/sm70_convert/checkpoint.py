@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sm70_convert.bank import digests_of
 from sm70_convert.errors import CheckpointError, Problem, Problems, UnsupportedError
-from sm70_convert.safetensors_header import Header, read_header
+from sm70_convert.safetensors_header import Header, read_at, read_header
 from sm70_convert.strict_json import load_object
 
 INDEX = "model.safetensors.index.json"
@@ -24,6 +26,8 @@ QUANTIZATION_FILES = {
 }
 MAX_JSON = 100_000_000
 _FETCH = "fetch the missing file, then run again"
+_UNREADABLE = "mend the disk (or the rights), or fetch the checkpoint again"
+_REST = "let the checkpoint rest, then start over with --overwrite"
 _KINDS = 1 << 24  # more than there can be tensors that differ in file, dtype or shape
 # Weights in other forms are no part of what is served from safetensors, and pickles are never touched.
 _OTHER_WEIGHTS = (
@@ -99,10 +103,8 @@ class Shard:
         """Fills `buffer` (bytes) from `offset`. Raises CheckpointError if the shard has become shorter or cannot be read."""
         done = 0
         while done < len(buffer):
-            try:
+            with reading(self.name):
                 count = os.preadv(self.fd, [buffer[done:]], offset + done)
-            except OSError as exc:
-                raise CheckpointError(Problem(f"cannot be read: {exc.strerror}", file=self.name)) from exc
             if count == 0:
                 raise CheckpointError(
                     Problem(f"became shorter while it was read (no byte at {offset + done})", file=self.name)
@@ -111,11 +113,14 @@ class Shard:
 
     def forget(self, offset: int, count: int) -> None:
         """Tells the page cache that these bytes are not needed again."""
-        os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # a hint that some file systems do not take
+            os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)
 
-    def check_unchanged(self) -> None:
-        """Raises CheckpointError if the file is no longer the one that was planned."""
-        now = os.fstat(self.fd)
+    def check_unchanged(self, folder: Path) -> None:
+        """Raises CheckpointError if the file, or what lies in `folder` under its name, is no longer what was planned."""
+        with reading(self.name):
+            now = os.fstat(self.fd)
+            there = (folder / self.name).stat()
         if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
             raise CheckpointError(
                 Problem(
@@ -123,9 +128,11 @@ class Shard:
                     file=self.name,
                     expected=f"{self.size} bytes of mtime {self.mtime_ns}",
                     actual=f"{now.st_size} bytes of mtime {now.st_mtime_ns}",
-                    hint="let the checkpoint rest, then start over with --overwrite",
+                    hint=_REST,
                 )
             )
+        if not os.path.samestat(now, there):
+            raise CheckpointError(Problem("was replaced while it was converted", file=self.name, hint=_REST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +160,11 @@ class Checkpoint:
     unindexed: tuple[str, ...]
     extras: tuple[str, ...]
 
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError if a shard is no longer the one that was planned."""
+        for shard in self.shards.values():
+            shard.check_unchanged(self.folder)
+
     def close(self) -> None:
         """Closes all shards."""
         for shard in self.shards.values():
@@ -165,6 +177,15 @@ class Checkpoint:
         self.close()
 
 
+@contextmanager
+def reading(shown: str) -> Iterator[None]:
+    """Turns an OSError of reading `shown` into a CheckpointError."""
+    try:
+        yield
+    except OSError as exc:
+        raise CheckpointError(Problem(f"cannot be read: {exc.strerror}", file=shown, hint=_UNREADABLE)) from exc
+
+
 def open_regular(path: Path, shown: str) -> int:
     """A descriptor for reading `path`; a symlink that ends at a regular file is followed, anything else refused."""
     try:
@@ -173,28 +194,35 @@ def open_regular(path: Path, shown: str) -> int:
     except FileNotFoundError:
         raise CheckpointError(Problem("is missing", file=shown, hint=_FETCH)) from None
     except OSError as exc:
-        raise CheckpointError(Problem(f"cannot be opened: {exc.strerror}", file=shown)) from exc
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise CheckpointError(Problem(f"cannot be opened: {exc.strerror}", file=shown, hint=_UNREADABLE)) from exc
+    try:
+        with reading(shown):
+            regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        if not regular:
+            raise CheckpointError(Problem("is not a regular file", file=shown))
+    except BaseException:
         os.close(fd)
-        raise CheckpointError(Problem("is not a regular file", file=shown))
+        raise
     return fd
 
 
 def read_small(path: Path, shown: str) -> bytes:
     """The bytes of a JSON file, up to 100 MB."""
-    with os.fdopen(open_regular(path, shown), "rb") as handle:
+    with reading(shown), os.fdopen(open_regular(path, shown), "rb") as handle:
         size = os.fstat(handle.fileno()).st_size
         if size > MAX_JSON:
             expected = f"at most {MAX_JSON} bytes"
             raise CheckpointError(Problem("is over the limit", file=shown, expected=expected, actual=str(size)))
-        try:
-            return handle.read(size)
-        except OSError as exc:
-            raise CheckpointError(Problem(f"cannot be read: {exc.strerror}", file=shown)) from exc
+        return handle.read(size)
 
 
 def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None = None) -> Checkpoint:
     """Opens a local checkpoint folder. Raises CheckpointError with every problem of its files and index."""
+    with reading(str(folder)):
+        return _open_checkpoint(folder, repo, commit)
+
+
+def _open_checkpoint(folder: Path, repo: str | None, commit: str | None) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(Problem("is not a folder", file=str(folder)))
     raw_config = read_small(folder / CONFIG, CONFIG)
@@ -255,8 +283,9 @@ def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None
 def _open_shard(folder: Path, name: str) -> tuple[Shard, Header]:
     fd = open_regular(folder / name, name)
     try:
-        info = os.fstat(fd)
-        header = read_header(lambda offset, count: os.pread(fd, count, offset), info.st_size, name)
+        with reading(name):
+            info = os.fstat(fd)
+            header = read_header(partial(read_at, fd), info.st_size, name)
     except BaseException:
         os.close(fd)
         raise
@@ -326,9 +355,18 @@ def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """os.walk(), but a folder that cannot be listed is no empty one. Raises OSError."""
+
+    def cannot(exc: OSError) -> None:
+        raise exc
+
+    return os.walk(folder, onerror=cannot)
+
+
 def _extras(folder: Path, problems: Problems) -> Iterator[str]:
     """Files to hand on as bytes, relative: no hidden ones, no weights. Symlinks to files are followed, to folders not."""
-    for root, folders, files in os.walk(folder):
+    for root, folders, files in walk(folder):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         relative = Path(root).relative_to(folder)
         for file in sorted(files):

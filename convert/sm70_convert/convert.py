@@ -19,7 +19,7 @@ from sm70_convert.journal import OpenFolder, open_folder, sealing
 from sm70_convert.layout import bank_tensors
 from sm70_convert.manifest import LayerRecord, SourceRecord
 from sm70_convert.plan import Finding, Plan
-from sm70_convert.seal import Progress, Summary, close_folder, refuse_other_sources
+from sm70_convert.seal import Progress, Summary, close_folder, refuse_other_sources, refuse_other_weights
 from sm70_convert.verify import verify_folder
 from sm70_kernels.numpy_sm70 import NumpyKernel
 from sm70_kernels.spec import RawScaleError
@@ -51,6 +51,7 @@ def run_plan(
             verify_folder(folder.root, quick=True).raise_if_damaged()
         if not folder.todo:
             assert folder.sealed is not None  # noqa: S101 - nothing to do means sealed
+            refuse_other_weights(plan, folder.sealed)
             return Summary("complete", out, (), (), folder.sealed.tp_sizes, 0, 0, folder.sealed.findings)
         resumed = tuple(sorted(folder.done))
         for layer in resumed:
@@ -117,6 +118,7 @@ def _prepare_layers(
                             refuse_other_sources(
                                 folder.sealed.layers[result.layer].sources, result.sources, result.layer
                             )
+                        plan.checkpoint.check_unchanged()
                         record = result.commit()
                         folder.record(record)
                         layer_done(record.layer)

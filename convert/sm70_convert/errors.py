@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 SHOWN_PROBLEMS = 10
+RESUMES = "run the same command again: it resumes"
 
 
 def printable(text: str) -> str:
@@ -124,7 +125,7 @@ class Interrupted(Sm70Error):  # noqa: N818 - stopped on purpose
 
     exit_code = 130
     kind = "interrupted"
-    next_step = "run the same command again: it resumes"
+    next_step = RESUMES
 
 
 class Terminated(Sm70Error):  # noqa: N818 - stopped on purpose
@@ -132,7 +133,7 @@ class Terminated(Sm70Error):  # noqa: N818 - stopped on purpose
 
     exit_code = 143
     kind = "terminated"
-    next_step = "run the same command again: it resumes"
+    next_step = RESUMES
 
 
 class Problems:

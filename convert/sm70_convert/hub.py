@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from sm70_convert.checkpoint import INDEX, Checkpoint, open_checkpoint, parse_index, read_small
+from sm70_convert.checkpoint import INDEX, Checkpoint, open_checkpoint, parse_index, read_small, reading
 from sm70_convert.errors import CheckpointError, Problem, Sm70Error, UsageError
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -31,7 +31,9 @@ def resolve(model: str, revision: str | None = None, *, progress: bool = False) 
     Raises CheckpointError if it is neither a folder nor to be had from the hub (or its cache, offline).
     """
     folder = Path(model)
-    if folder.exists():
+    with reading(model):
+        local = folder.exists()
+    if local:
         if revision is not None:
             raise UsageError(Problem("--revision is for hub ids, but this is a local path", file=model))
         return open_checkpoint(folder)

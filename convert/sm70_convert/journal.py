@@ -1,22 +1,22 @@
-"""The journal of an unfinished folder, the locks of its parts, and the decision: fresh, resume, add, done or refuse."""
+"""The journal of an unfinished folder, and the decision: fresh, resume, add, done or refuse."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from sm70_convert import names
 from sm70_convert.bank import (
     HASHES,
+    MEND,
     TEMPORARY,
     FileRecord,
+    bank_of,
     layer_bank_paths,
     make_folder,
     measure,
@@ -24,10 +24,13 @@ from sm70_convert.bank import (
     write_small,
     writing,
 )
-from sm70_convert.checkpoint import read_small
+from sm70_convert.checkpoint import read_small, walk
 from sm70_convert.errors import IntegrityError, OutputError, Problem, Sm70Error
+from sm70_convert.lock import locked
 from sm70_convert.manifest import (
     MANIFEST,
+    MAX_TP,
+    SUMS,
     LayerRecord,
     Manifest,
     check_relative,
@@ -55,6 +58,15 @@ class Journal:
     outputs: tuple[str, ...]
     records: tuple[LayerRecord, ...]
 
+    def names_bank(self, path: str) -> bool:
+        """Whether `path` is a bank that this journal's run makes, recorded or not."""
+        bank = bank_of(path)
+        return bank is not None and bank[0] in self.plan["tp_sizes"] and bank[1] < bank[0] and bank[2] in self.layers
+
+    def names(self, path: str) -> bool:
+        """Whether this journal's run may have written `path`, or was to remove it."""
+        return path in self.outputs or self.names_bank(path)
+
 
 @dataclass
 class OpenFolder:
@@ -70,10 +82,15 @@ class OpenFolder:
     def record(self, record: LayerRecord) -> None:
         """Notes a finished layer, durably."""
         assert self.journal is not None  # noqa: S101 - a run with work to do has a journal
-        with writing(self.journal.name), open(self.journal, "ab") as file:
-            file.write(canonical(record.as_json()) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        line = memoryview(canonical(record.as_json()) + b"\n")
+        with writing(f"sm70/{self.journal.name}"):
+            fd = os.open(self.journal, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                while line:
+                    line = line[os.write(fd, line) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
         self.done[record.layer] = record
 
 
@@ -104,8 +121,10 @@ def _read_journal(path: Path) -> Journal:
             check_relative(bank.path)
         outputs = tuple(check_relative(o) for o in head["outputs"])
         made = head["plan"]
-        if not all(type(size) is int for size in made["tp_sizes"]) or not isinstance(made["layout"]["name"], str):
-            raise TypeError("plan")
+        if not all(type(size) is int and 0 < size <= MAX_TP for size in made["tp_sizes"]):
+            raise TypeError("tp_sizes")
+        if not isinstance(made["layout"]["name"], str):
+            raise TypeError("layout")
         return Journal(
             path,
             dict(head["plan"]),
@@ -114,7 +133,10 @@ def _read_journal(path: Path) -> Journal:
             outputs,
             tuple(records),
         )
-    except (Sm70Error, KeyError, TypeError, ValueError):
+    except (Sm70Error, KeyError, TypeError, ValueError) as exc:
+        if isinstance(exc.__cause__, OSError):
+            message = f"cannot be read: {exc.__cause__.strerror}"
+            raise OutputError(Problem(message, file=f"sm70/{path.name}", hint=MEND)) from exc.__cause__
         raise OutputError(
             Problem(
                 "is damaged, or no journal of this tool",
@@ -122,35 +144,6 @@ def _read_journal(path: Path) -> Journal:
                 hint="start over with another --out",
             )
         ) from None
-
-
-@contextmanager
-def locked(path: Path, *, wait: float = 0) -> Iterator[None]:
-    """Holds a lock that ends with the process. Raises OutputError if another run holds it.
-
-    The lock file goes with the lock, so that a sealed folder holds none; who got a removed one tries again.
-    """
-    lock = FileLock(path, timeout=wait)
-    try:
-        lock.acquire()
-        while not path.exists():
-            lock.release()
-            lock.acquire()
-    except Timeout:
-        raise OutputError(
-            Problem(
-                "another run is working on this folder",
-                file=f"sm70/{path.name}",
-                hint="wait for the other run, or stop it",
-            )
-        ) from None
-    except OSError as exc:
-        raise OutputError(Problem(f"cannot be locked: {exc.strerror}", file=f"sm70/{path.name}")) from exc
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        lock.release()
 
 
 @contextmanager
@@ -167,7 +160,7 @@ def open_folder(plan: Plan, out: Path, *, overwrite: bool) -> Iterator[OpenFolde
     with ExitStack() as held:
         with locked(root / _FOLDER_LOCK, wait=5):
             if overwrite:
-                _remove_ours(root)
+                _start_over(plan, root)
             folder = _decide(plan, root)
             if folder.todo:
                 held.enter_context(_register(plan, folder))
@@ -181,6 +174,9 @@ def _decide(plan: Plan, root: Path) -> OpenFolder:
         raise other_plan(MANIFEST, field)
     if sealed and all(set(j.plan["tp_sizes"]) <= set(sealed.tp_sizes) for j in read_journals(root)):
         close_journals(root)  # a run that was stopped between its seal and this
+        for path in _lock_files(root):
+            with suppress(OutputError), locked(path):
+                pass
     todo = tuple(t for t in sorted(plan.tp_sizes) if sealed is None or t not in sealed.tp_sizes)
     return OpenFolder(root, journal_plan(plan, todo), sealed, todo)
 
@@ -204,7 +200,7 @@ def _register(plan: Plan, folder: OpenFolder) -> Iterator[None]:
             if field := difference(other.plan, folder.plan):
                 if other.records or folder.sealed is None:
                     raise other_plan(f"sm70/{other.path.name}", field)
-                _forget(other, ours=journal)
+                _forget(folder, other, ours=journal)
                 continue
             if other.path != journal and set(other.layers) & set(plan.selected):
                 with locked(lock_path(other.path)):
@@ -215,31 +211,42 @@ def _register(plan: Plan, folder: OpenFolder) -> Iterator[None]:
                 if record.layer in plan.selected and intact:
                     folder.done[record.layer] = record
         if not journal.exists():
-            head = {
-                "plan": folder.plan,
-                "source": str(plan.checkpoint.folder.resolve()),
-                "layers": names.format_ranges(plan.selected),
-                "outputs": output_names(plan),  # so that --overwrite knows what is ours
-            }
-            write_small(folder.root, f"sm70/{journal.name}", canonical(head) + b"\n", HASHES[plan.options.hash])
+            _write_head(plan, folder.root, folder.todo)
         else:
             _cut_torn_line(journal)
         folder.journal = journal
         yield
 
 
-def _forget(other: Journal, *, ours: Path) -> None:
+def _write_head(plan: Plan, root: Path, tp_sizes: tuple[int, ...], stale: Sequence[str] = ()) -> Path:
+    """Begins the journal of this run. Besides banks, --overwrite and the seal may remove what its `outputs` name."""
+    sums = [SUMS] if plan.options.hash == "sha256" else []
+    head = {
+        "plan": journal_plan(plan, tuple(sorted(tp_sizes))),
+        "source": str(plan.checkpoint.folder.resolve()),
+        "layers": names.format_ranges(plan.selected),
+        "outputs": sorted({*output_names(plan), *sums, *stale}),
+    }
+    write_small(root, journal_name(plan), canonical(head) + b"\n", HASHES[plan.options.hash])
+    return root / journal_name(plan)
+
+
+def _forget(folder: OpenFolder, other: Journal, *, ours: Path) -> None:
     """Removes the journal of an addition to a sealed folder that ended before its first layer: it binds nobody."""
-    with nullcontext() if other.path == ours else locked(lock_path(other.path)):
+    with nullcontext() if other.path == ours else locked(lock_path(other.path)), writing(f"sm70/{other.path.name}"):
+        kept = folder.sealed.files if folder.sealed else {}
+        for path in [p for p in _files(folder.root) if other.names_bank(p) and p not in kept]:
+            (folder.root / path).unlink()  # renamed, but not recorded before the end
         other.path.unlink()
 
 
 def _cut_torn_line(journal: Path) -> None:
     """Removes what a crash left of a line, so that the next one starts on a line of its own."""
-    data = journal.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole != len(data):
-        os.truncate(journal, whole)
+    with writing(f"sm70/{journal.name}"):
+        data = journal.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole != len(data):
+            os.truncate(journal, whole)
 
 
 def _is_intact(root: Path, record: FileRecord, hash_name: str) -> bool:
@@ -264,61 +271,61 @@ def _refuse_foreign(root: Path, *, overwrite: bool) -> None:
     """Refuses a folder with contents that no run of this tool left there."""
     try:
         entries = sorted(p.name for p in root.iterdir()) if os.path.lexists(root) else []
+        state = root / "sm70"
+        if not entries or (state / "manifest.json").exists() or any(state.glob("journal*.jsonl")):
+            return
+        if entries == ["sm70"] and all(_OUR_NAMES.fullmatch(p.name) for p in state.iterdir()):
+            return
     except OSError as exc:
         raise OutputError(Problem(f"cannot be read as a folder: {exc.strerror}", file=str(root))) from exc
-    state = root / "sm70"
-    if not entries or (state / "manifest.json").exists() or any(state.glob("journal*.jsonl")):
-        return
-    if entries == ["sm70"] and all(_OUR_NAMES.fullmatch(p.name) for p in state.iterdir()):
-        return
     message = "is not empty, and holds no manifest or journal of this tool"
     if overwrite:
         message += " that would say what --overwrite may remove"
     raise OutputError(Problem(message, file=str(root), hint="give a new or empty folder as --out"))
 
 
-def _remove_ours(root: Path) -> None:
-    """Removes what a manifest or journal here names, and our temporary files; nothing else."""
-    paths: set[str] = set()
+def _start_over(plan: Plan, root: Path) -> None:
+    """Removes what a manifest or journal here names, and our temporary files; nothing else.
+
+    The new journal comes first and names all that goes, so that a run that is stopped in between can be resumed.
+    """
     try:
-        if (root / MANIFEST).exists():
-            paths.update(read_manifest(root, error=OutputError).files, ("SHA256SUMS",))
-        for journal in read_journals(root):
-            paths.update(journal.outputs)
-            paths.update(b.path for record in journal.records for b in record.banks)
-            with locked(lock_path(journal.path)):
-                pass
+        sealed = read_manifest(root, error=OutputError) if (root / MANIFEST).exists() else None
+        journals = read_journals(root)
     except Sm70Error as exc:
-        raise OutputError(
-            Problem(
-                f"--overwrite cannot tell which files are ours: {exc}",
-                file=str(root),
-                hint="remove the folder yourself if it may go, or give another --out",
-            )
-        ) from exc
-    foreign = sorted(n for n in _files(root) if n not in paths and n != MANIFEST and not is_own_state(n))
+        message = f"--overwrite cannot tell which files are ours: {exc}"
+        hint = "remove the folder yourself if it may go, or give another --out"
+        raise OutputError(Problem(message, file=str(root), hint=hint)) from exc
+    if not sealed and not journals:
+        return
+    for journal in journals:
+        with locked(lock_path(journal.path)):
+            pass
+    named = {*sealed.files, SUMS} if sealed else set()
+    with writing(str(root)):
+        there = sorted(n for n in _files(root) if n != MANIFEST and not is_own_state(n))
+    foreign = [n for n in there if n not in named and not any(journal.names(n) for journal in journals)]
     if foreign:
         message = f"holds files that this tool did not write: {', '.join(foreign[:5])}"
         raise OutputError(
             Problem(message, file=str(root), hint="move them away, or give another --out; nothing was removed")
         )
+    ours = _write_head(plan, root, plan.tp_sizes, there)
     with writing(str(root)):
-        # The manifest first: from here on the folder is not loadable.
-        for path in (MANIFEST, *sorted(paths)):
-            (root / path).unlink(missing_ok=True)
-        for leftover in temporary_files(root):
-            leftover.unlink(missing_ok=True)
-        for journal_path in (root / "sm70").glob("journal*.jsonl"):
-            journal_path.unlink()
-        for folder in sorted((p for p in root.glob("sm70/tp*/rank*") if not any(p.iterdir())), reverse=True):
-            folder.rmdir()
-        for folder in (p for p in root.glob("sm70/tp*") if not any(p.iterdir())):
-            folder.rmdir()
+        for journal_path in sorted((root / "sm70").glob("journal*.jsonl")):
+            if journal_path != ours:
+                journal_path.unlink()
+        (root / MANIFEST).unlink(missing_ok=True)  # from here on the folder is not loadable
+        for leftover in [*(root / path for path in there), *temporary_files(root)]:
+            leftover.unlink()
+        for folder in [*root.glob("sm70/tp*/rank*"), *root.glob("sm70/tp*")]:
+            if not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def _files(root: Path) -> Iterator[str]:
     """Everything in the folder that is no real folder, as relative paths."""
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in walk(root):
         links = [f for f in folders if (Path(folder) / f).is_symlink()]
         for name in (*files, *links):
             yield (Path(folder) / name).relative_to(root).as_posix()
@@ -333,7 +340,7 @@ def is_own_state(path: str) -> bool:
 
 def temporary_files(root: Path) -> Iterator[Path]:
     """What killed runs left: our temporary files, in the folders that we write to."""
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in walk(root):
         folders.sort()
         for file in files:
             if file.startswith(".") and file.endswith(TEMPORARY):
@@ -345,15 +352,28 @@ def sealing(root: Path, own: Sequence[Path]) -> Iterator[None]:
     """Holds the whole folder: no part may still be going, apart from the run that seals."""
     with ExitStack() as held:
         held.enter_context(locked(root / _FOLDER_LOCK, wait=5))
-        for path in sorted((root / "sm70").glob("journal*.jsonl")):
-            if path not in own:
-                held.enter_context(locked(lock_path(path)))
+        # Also those that a killed run left without a journal: they go with this.
+        locks = {*map(lock_path, (root / "sm70").glob("journal*.jsonl")), *_lock_files(root)}
+        for path in sorted(locks - set(map(lock_path, own))):
+            held.enter_context(locked(path))
         yield
+
+
+def _lock_files(root: Path) -> list[Path]:
+    return sorted((root / "sm70").glob(".journal*.jsonl.lock"))
 
 
 def close_journals(root: Path) -> None:
     """After the seal: removes the journals, so that only what the manifest names is left."""
     with writing("sm70"):
-        for path in (root / "sm70").glob("journal*.jsonl"):
+        for path in list((root / "sm70").glob("journal*.jsonl")):
             path.unlink()
         sync_folder(root / "sm70")
+
+
+def unfinished(folder: Path) -> list[Journal]:
+    """The journals in a sealed folder: of an addition that was stopped or is still going. None if they cannot be read."""
+    try:
+        return read_journals(folder)
+    except Sm70Error:
+        return []

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sm70_convert import names
-from sm70_convert.bank import HASHES, layer_bank_paths, measure, write_small
+from sm70_convert.bank import HASHES, layer_bank_paths, measure, write_small, writing
 from sm70_convert.checkpoint import open_checkpoint
 from sm70_convert.errors import IntegrityError, OutputError, Problem
 from sm70_convert.hub import resolve
@@ -56,10 +56,7 @@ def sealing_plan(out: Path, source: str | None) -> Iterator[Plan]:
     """
     journals = read_journals(out)
     if not journals:
-        done = " (it is sealed already)" if (out / MANIFEST).exists() else ""
-        raise OutputError(
-            Problem(f"has no journal of parts to seal{done}", file=str(out), hint="make parts with --layers first")
-        )
+        raise _nothing_to_seal(out)
     made = journals[0].plan
     options = Options(
         tp_sizes=tuple(made["tp_sizes"]),
@@ -78,11 +75,19 @@ def sealing_plan(out: Path, source: str | None) -> Iterator[Plan]:
         yield build_plan(checkpoint, options)
 
 
+def _nothing_to_seal(out: Path) -> OutputError:
+    done = " (it is sealed already)" if (out / MANIFEST).exists() else ""
+    hint = "make parts with --layers first"
+    return OutputError(Problem(f"has no journal of parts to seal{done}", file=str(out), hint=hint))
+
+
 def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress = lambda _: None) -> Summary:
     """Seals a folder whose parts were made with --layers. Raises OutputError if a layer is missing."""
     root = Path(os.path.realpath(out))
     with sealing(root, []):
         journals = read_journals(root)
+        if not journals:
+            raise _nothing_to_seal(out)
         done = {r.layer: r for journal in journals for r in journal.records}
         tp_sizes = tuple(journals[0].plan["tp_sizes"])
         identity = plan_identity(plan)
@@ -122,16 +127,36 @@ def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress
     return Summary("sealed", out, (), tuple(sorted(done)), manifest.tp_sizes, 0, written, manifest.findings)
 
 
+def refuse_other_weights(plan: Plan, sealed: Manifest) -> None:
+    """Holds the smallest source of every layer, a percent of the bytes or less, against what the folder was made of.
+
+    Headers and index may be alike where the weights are not. A hub commit says which weights they are.
+    """
+    if plan.checkpoint.repo is not None:
+        return
+    for layer in plan.layers:
+        source = min(layer.sources, key=lambda s: s.nbytes)
+        digest, buffer = HASHES[sealed.hash](), memoryview(bytearray(source.nbytes))
+        for file, offset in zip(source.files, source.offsets, strict=True):
+            plan.checkpoint.shards[file].read_into(offset, buffer)
+            digest.update(buffer)
+        experts = names.format_ranges(range(plan.moe.experts))
+        now = SourceRecord(source.template, experts, digest.hexdigest())
+        refuse_other_sources(sealed.layers[layer.layer].sources, (now,), layer.layer)
+
+
 def refuse_other_sources(before: tuple[SourceRecord, ...], now: tuple[SourceRecord, ...], layer: int) -> None:
     """One folder holds banks of one checkpoint, even where headers and index are alike."""
-    for old, new in zip(before, now, strict=True):
+    known = {source.name: source for source in before}
+    for new in now:
+        old = known.get(new.name)
         if old != new:
             raise OutputError(
                 Problem(
                     "differs from what this folder was made of",
                     new.name,
                     layer=layer,
-                    expected=old.digest,
+                    expected=old.digest if old else "none",
                     actual=new.digest,
                     hint="the checkpoint has changed: use another --out",
                 )
@@ -157,10 +182,7 @@ def close_folder(
         files = sealed.passthrough
     else:
         files = tuple(write_passthrough(plan, root, passthrough, progress))
-    for shard in plan.checkpoint.shards.values():
-        shard.check_unchanged()
-    for leftover in list(temporary_files(root)):
-        leftover.unlink(missing_ok=True)
+    plan.checkpoint.check_unchanged()
     manifest = Manifest(
         identity=plan_identity(plan),
         tp_sizes=tuple(sorted({*tp_sizes, *(sealed.tp_sizes if sealed else ())})),
@@ -169,7 +191,15 @@ def close_folder(
         dropped=dropped_records(plan.layers),
         findings=(*plan.findings, *(f for record in layers.values() for f in record.findings)),
     )
-    stray = [path for path in extra_files(root, manifest) if not is_own_state(path)]
+    journals = read_journals(root)
+    with writing(str(root)):
+        for leftover in list(temporary_files(root)):
+            leftover.unlink(missing_ok=True)
+        stray = [path for path in extra_files(root, manifest) if not is_own_state(path)]
+        # What a run that was stopped while it started over had still to remove.
+        for path in [p for p in stray if any(journal.names(p) for journal in journals)]:
+            (root / path).unlink()
+            stray.remove(path)
     if stray:
         message = f"holds files that are no part of it: {', '.join(stray[:5])}"
         raise OutputError(Problem(message, file=str(root), hint="move them away, then run the same command again"))

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import random
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sm70_convert import names
 from sm70_convert.bank import HASHES, FileRecord, bank_spec, layer_bank_paths, measure
-from sm70_convert.checkpoint import Checkpoint
+from sm70_convert.checkpoint import Checkpoint, walk
 from sm70_convert.errors import IntegrityError, Problem, Sm70Error, UsageError
 from sm70_convert.expert_tensors import LayerPlan
 from sm70_convert.experts import ExpertReader
+from sm70_convert.journal import is_own_state, unfinished
 from sm70_convert.layout import Layout, MoeShape
 from sm70_convert.manifest import MANIFEST, SUMS, Manifest, difference, plan_identity, read_manifest
 from sm70_convert.plan import Options, Plan, build_plan
-from sm70_convert.safetensors_header import Header
+from sm70_convert.safetensors_header import Header, read_at
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +81,12 @@ def verify_folder(
         else:
             whole.append(record)
             sizes += record.bytes
-    problems += [Problem(_EXTRA, file=extra, hint="move the file away") for extra in extra_files(folder, manifest)]
+    journals = unfinished(folder)
+    with _reading(folder):
+        extra = [p for p in extra_files(folder, manifest) if not is_own_state(p)]
+    # The banks of an addition that was stopped, or is still going, are nobody's damage.
+    extra = [p for p in extra if not any(j.names_bank(p) for j in journals)]
+    problems += [Problem(_EXTRA, file=path, hint="move the file away") for path in extra]
     problems += _missing_banks(manifest)
     if quick:
         return Verification("quick", len(wanted), 0, 0, sizes, tuple(problems))
@@ -116,19 +122,29 @@ def expected_headers(manifest: Manifest) -> dict[str, Header]:
     }
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns an OSError of reading `path` into an IntegrityError."""
+    try:
+        yield
+    except OSError as exc:
+        raise IntegrityError(Problem(f"cannot be read: {exc.strerror}", file=str(path), hint=_RESTORE)) from exc
+
+
 def _wrong_size(folder: Path, record: FileRecord) -> Problem | None:
     path = folder / record.path
     ours = record.path.startswith("sm70/")
     try:
         # A passed-through shard may be a symlink (--passthrough symlink); a bank, or a folder on the way to it, never is.
         info = path.lstat() if ours else path.stat()
+        above = [p for p in (path, *path.parents) if p != folder and folder in p.parents] if ours else []
+        links = [p for p in above if p.is_symlink()]
     except OSError as exc:
         return Problem(f"is missing or cannot be read: {exc.strerror}", file=record.path, hint=_RESTORE)
-    links = [p for p in (path, *path.parents) if p != folder and folder in p.parents and p.is_symlink()] if ours else []
     if links:
         shown = links[-1].relative_to(folder).as_posix()
         return Problem("is a symlink, which a bank or its folder never is", file=shown, hint=_RESTORE)
-    if info.st_size != record.bytes or not path.is_file():
+    if info.st_size != record.bytes or not stat.S_ISREG(info.st_mode):
         expected = f"{record.bytes} bytes"
         return Problem(
             "has the wrong size", file=record.path, expected=expected, actual=str(info.st_size), hint=_RESTORE
@@ -143,7 +159,7 @@ def _wrong_bytes(
     try:
         found = measure(folder / record.path, record.path, HASHES[hash_name], then=progress)
         if header is not None:
-            with open(folder / record.path, "rb") as file:
+            with _reading(Path(record.path)), open(folder / record.path, "rb") as file:
                 if file.read(len(header.raw)) != header.raw:
                     yield Problem("header is not what the manifest says of it", file=record.path, hint=hint)
     except Sm70Error as exc:
@@ -179,7 +195,7 @@ def extra_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     known = {*manifest.files, MANIFEST}
     if manifest.hash == "sha256":
         known.add(SUMS)
-    for root, folders, files in os.walk(folder):
+    for root, folders, files in walk(folder):
         relative = Path(root).relative_to(folder)
         if relative == Path():
             folders[:] = [f for f in folders if not f.startswith(".")]
@@ -272,7 +288,10 @@ def _verify_layer(
         if rank is None or r == rank
     ]
     with ExitStack() as opened:
-        files = [opened.enter_context(open(folder / bank.path, "rb", buffering=0)) for bank in banks]
+        files = []
+        for bank in banks:
+            with _reading(Path(bank.path)):
+                files.append(opened.enter_context(open(folder / bank.path, "rb", buffering=0)))
         for expert in chosen:
             projections = reader.read(expert)
             for bank, file in zip(banks, files, strict=True):
@@ -283,7 +302,8 @@ def _verify_layer(
                     rank=bank.rank,
                     tp_size=bank.tp_size,
                 )
-                found = _bank_expert(file.fileno(), bank.header, expert, plan.moe.experts)
+                with _reading(Path(bank.path)):
+                    found = _bank_expert(file.fileno(), bank.header, expert, plan.moe.experts)
                 for tensor, value in wanted.items():
                     compared += 1
                     if found.get(tensor) != _bytes(value):
@@ -302,7 +322,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 def _bank_expert(fd: int, header: Header, expert: int, experts: int) -> dict[str, bytes]:
     """The bytes of one expert in every tensor of a bank whose header has been verified."""
     size = {name: e.nbytes // experts for name, e in header.tensors.items()}
-    return {name: os.pread(fd, size[name], e.offset + expert * size[name]) for name, e in header.tensors.items()}
+    return {name: read_at(fd, e.offset + expert * size[name], size[name]) for name, e in header.tensors.items()}
 
 
 def _wrong_passthrough(folder: Path, plan: Plan, progress: Progress) -> Iterator[Problem]:
