@@ -9,7 +9,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,13 +140,14 @@ def combined_digest(new: Callable[[], Digest], header: bytes, tensors: Mapping[s
 
 def make_folder(root: Path, folder: Path) -> None:
     """Creates `root` and what is missing from there to `folder`, durably; refuses to go through a symlink inside `root`."""
+    parts = [p for p in (*reversed(folder.parents), folder) if root in p.parents]
     try:
-        for part in (*reversed(folder.parents), folder):
-            if root not in part.parents and os.path.lexists(part):
-                continue
+        if not root.exists():
+            parts = [*reversed(root.parents), root, *parts]
+        for part in parts:
             try:
                 part.mkdir()
-            except FileExistsError:
+            except FileExistsError:  # noqa: PERF203 - a few folders, mostly there
                 if root in part.parents and not stat.S_ISDIR(part.lstat().st_mode):
                     hint = "give an --out without symlinks in it"
                     raise OutputError(Problem("is not a real folder", file=str(part), hint=hint)) from None
@@ -169,9 +170,10 @@ class AtomicFile:
         self.temporary = self.final.with_name(f".{self.final.name}{TEMPORARY}")
         self._size = 0
         make_folder(root, self.final.parent)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with writing(path):
-            self._fd = os.open(self.temporary, flags, 0o666)
+            # What a killed run left may be a link to a file of the checkpoint, which must not be written through.
+            self.temporary.unlink(missing_ok=True)
+            self._fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write_at(self, offset: int, data: Any) -> None:
         """Writes all of a contiguous buffer at `offset`."""
@@ -285,7 +287,8 @@ def measure(
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            with suppress(OSError):  # a hint that some file systems do not take
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             buffer = memoryview(bytearray(min(CHUNK, max(size, 1))))
 
             def digest_of(start: int, count: int) -> Digest:
@@ -316,6 +319,27 @@ def measure(
             return FileRecord(shown, size, whole, {n: d.hexdigest() for n, d in digests.items()})
     except OSError as exc:
         raise IntegrityError(Problem(f"cannot be read: {exc.strerror}", file=shown)) from exc
+
+
+def read_back(
+    root: Path,
+    path: str,
+    new_digest: Callable[[], Digest],
+    *,
+    then: Callable[[int], object] | None = None,
+    plain: bool = False,
+) -> FileRecord:
+    """measure() of a file that this run has made. Raises OutputError if it cannot be read."""
+    try:
+        return measure(root / path, path, new_digest, then=then, plain=plain)
+    except IntegrityError as exc:
+        raise OutputError(*(replace(problem, hint=MEND) for problem in exc.problems)) from exc
+
+
+def remove(root: Path, path: str) -> None:
+    """Removes one file of the output, if it is there."""
+    with writing(path):
+        (root / path).unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sm70_convert.bank import digests_of
-from sm70_convert.errors import CheckpointError, Problem, Problems, UnsupportedError
+from sm70_convert.errors import CheckpointError, Problem, Problems, Sm70Error, UnsupportedError
 from sm70_convert.safetensors_header import Header, read_at, read_header
 from sm70_convert.strict_json import load_object
 
@@ -168,7 +168,8 @@ class Checkpoint:
     def close(self) -> None:
         """Closes all shards."""
         for shard in self.shards.values():
-            os.close(shard.fd)
+            with suppress(OSError):  # all that was read has been read
+                os.close(shard.fd)
 
     def __enter__(self) -> Checkpoint:  # noqa: PYI034 - typing.Self is younger than Python 3.10
         return self
@@ -178,12 +179,12 @@ class Checkpoint:
 
 
 @contextmanager
-def reading(shown: str) -> Iterator[None]:
-    """Turns an OSError of reading `shown` into a CheckpointError."""
+def reading(shown: str, *, error: type[Sm70Error] = CheckpointError, hint: str = _UNREADABLE) -> Iterator[None]:
+    """Turns an OSError of reading `shown` into `error`."""
     try:
         yield
     except OSError as exc:
-        raise CheckpointError(Problem(f"cannot be read: {exc.strerror}", file=shown, hint=_UNREADABLE)) from exc
+        raise error(Problem(f"cannot be read: {exc.strerror}", file=shown, hint=hint)) from exc
 
 
 def open_regular(path: Path, shown: str) -> int:
@@ -361,7 +362,7 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     def cannot(exc: OSError) -> None:
         raise exc
 
-    return os.walk(folder, onerror=cannot)
+    yield from os.walk(folder, onerror=cannot)
 
 
 def _extras(folder: Path, problems: Problems) -> Iterator[str]:

@@ -114,11 +114,11 @@ def _prepare_layers(
                     if isinstance(result, _RefusedLayer):
                         refused[result.layer] = result.error
                     else:
+                        plan.checkpoint.check_unchanged()
                         if folder.sealed:
                             refuse_other_sources(
                                 folder.sealed.layers[result.layer].sources, result.sources, result.layer
                             )
-                        plan.checkpoint.check_unchanged()
                         record = result.commit()
                         folder.record(record)
                         layer_done(record.layer)

@@ -20,11 +20,12 @@ from sm70_convert.bank import (
     layer_bank_paths,
     make_folder,
     measure,
+    remove,
     sync_folder,
     write_small,
     writing,
 )
-from sm70_convert.checkpoint import read_small, walk
+from sm70_convert.checkpoint import read_small, reading, walk
 from sm70_convert.errors import IntegrityError, OutputError, Problem, Sm70Error
 from sm70_convert.lock import locked
 from sm70_convert.manifest import (
@@ -236,8 +237,8 @@ def _forget(folder: OpenFolder, other: Journal, *, ours: Path) -> None:
     with nullcontext() if other.path == ours else locked(lock_path(other.path)), writing(f"sm70/{other.path.name}"):
         kept = folder.sealed.files if folder.sealed else {}
         for path in [p for p in _files(folder.root) if other.names_bank(p) and p not in kept]:
-            (folder.root / path).unlink()  # renamed, but not recorded before the end
-        other.path.unlink()
+            remove(folder.root, path)  # renamed, but not recorded before the end
+        remove(folder.root, f"sm70/{other.path.name}")
 
 
 def _cut_torn_line(journal: Path) -> None:
@@ -312,12 +313,12 @@ def _start_over(plan: Plan, root: Path) -> None:
         )
     ours = _write_head(plan, root, plan.tp_sizes, there)
     with writing(str(root)):
-        for journal_path in sorted((root / "sm70").glob("journal*.jsonl")):
-            if journal_path != ours:
-                journal_path.unlink()
-        (root / MANIFEST).unlink(missing_ok=True)  # from here on the folder is not loadable
-        for leftover in [*(root / path for path in there), *temporary_files(root)]:
-            leftover.unlink()
+        for journal in journals:
+            if journal.path != ours:
+                remove(root, f"sm70/{journal.path.name}")
+        remove(root, MANIFEST)  # from here on the folder is not loadable
+        for path in [*there, *temporary_files(root)]:
+            remove(root, path)
         for folder in [*root.glob("sm70/tp*/rank*"), *root.glob("sm70/tp*")]:
             if not any(folder.iterdir()):
                 folder.rmdir()
@@ -338,13 +339,13 @@ def is_own_state(path: str) -> bool:
     return (name.startswith(".") and name.endswith(TEMPORARY)) or (in_state and _OUR_NAMES.fullmatch(name) is not None)
 
 
-def temporary_files(root: Path) -> Iterator[Path]:
-    """What killed runs left: our temporary files, in the folders that we write to."""
+def temporary_files(root: Path) -> Iterator[str]:
+    """What killed runs left: our temporary files, in the folders that we write to, as relative paths."""
     for folder, folders, files in walk(root):
         folders.sort()
         for file in files:
             if file.startswith(".") and file.endswith(TEMPORARY):
-                yield Path(folder) / file
+                yield (Path(folder) / file).relative_to(root).as_posix()
 
 
 @contextmanager
@@ -366,14 +367,15 @@ def _lock_files(root: Path) -> list[Path]:
 def close_journals(root: Path) -> None:
     """After the seal: removes the journals, so that only what the manifest names is left."""
     with writing("sm70"):
-        for path in list((root / "sm70").glob("journal*.jsonl")):
-            path.unlink()
+        for path in sorted((root / "sm70").glob("journal*.jsonl")):
+            remove(root, f"sm70/{path.name}")
         sync_folder(root / "sm70")
 
 
 def unfinished(folder: Path) -> list[Journal]:
-    """The journals in a sealed folder: of an addition that was stopped or is still going. None if they cannot be read."""
-    try:
-        return read_journals(folder)
-    except Sm70Error:
-        return []
+    """The journals in a sealed folder: of an addition that was stopped or is still going. None that are damaged count."""
+    with reading("sm70", error=IntegrityError, hint="mend the disk (or the rights), then run the same command again"):
+        try:
+            return read_journals(folder)
+        except OutputError:
+            return []

@@ -40,19 +40,20 @@ def locked(path: Path, *, wait: float = 0) -> Iterator[None]:
 def _acquire(path: Path, deadline: float) -> int:
     """A descriptor of the locked file."""
     while True:
+        held = False
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+            # The run that held it may have removed it meanwhile, and another file may be there now.
+            held = path.exists() and os.path.samestat(os.fstat(fd), path.stat())
+            if held:
                 return fd
-            # The run that held it has removed it meanwhile: another file may be there now.
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 hint = "wait for the other run, or stop it"
                 message = "another run is working on this folder"
                 raise OutputError(Problem(message, file=f"sm70/{path.name}", hint=hint)) from None
             time.sleep(_POLL_SECONDS)
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+        finally:
+            if not held:
+                os.close(fd)

@@ -160,7 +160,7 @@ def read_manifest(folder: Path, *, error: type[Sm70Error] = IntegrityError) -> M
     except CheckpointError as exc:
         hint = "not a sealed folder: finish it with the same sm70-convert command, or with `sm70-convert seal`"
         if isinstance(exc.__cause__, OSError):
-            hint = exc.problems[0].hint or hint
+            hint = "mend the disk (or the rights), then run the same command again"
         raise error(Problem(exc.problems[0].message, file=MANIFEST, hint=hint)) from exc
     document = load_object(raw, MANIFEST, error=error)
     version = document.get("format_version")

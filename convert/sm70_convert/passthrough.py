@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from sm70_convert.bank import (
@@ -18,7 +19,7 @@ from sm70_convert.bank import (
     BankWriter,
     FileRecord,
     make_folder,
-    measure,
+    read_back,
     sync_folder,
     write_small,
     writing,
@@ -60,15 +61,15 @@ def write_passthrough(plan: Plan, root: Path, mode: str, on_bytes: Callable[[int
     for shard in plan.passthrough:
         if shard.whole and mode != "copy":
             _link(plan, root, shard.name, mode)
-            yield measure(root / shard.name, shard.name, new, then=on_bytes)
+            yield read_back(root, shard.name, new, then=on_bytes)
         elif shard.whole:
             _copy(plan.checkpoint.folder / shard.name, root, shard.name, on_bytes)
-            yield measure(root / shard.name, shard.name, new)
+            yield read_back(root, shard.name, new)
         else:
             yield _rewrite(plan, root, shard, on_bytes)
     for name in plan.checkpoint.extras:
         _copy(plan.checkpoint.folder / name, root, name, on_bytes)
-        yield measure(root / name, name, new)
+        yield read_back(root, name, new)
     sentinel = build_header([(SENTINEL_TENSOR, "U8", (1,))], {"format": "pt"})
     with BankWriter(root, SENTINEL, sentinel, new) as writer:
         writer.append(SENTINEL_TENSOR, b"\0")
@@ -153,6 +154,11 @@ def _link(plan: Plan, root: Path, name: str, mode: str) -> None:
         instead = "use --passthrough copy (or symlink)" if mode == "hardlink" else "use --passthrough copy"
         hint = MEND if exc.errno in MENDABLE else instead
         raise OutputError(Problem(f"cannot be made as a {mode}: {exc.strerror}", file=name, hint=hint)) from exc
-    with writing(name):
-        temporary.rename(final)
-        sync_folder(root)
+    try:
+        with writing(name):
+            temporary.rename(final)
+            sync_folder(root)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

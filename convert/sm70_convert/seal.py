@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sm70_convert import names
-from sm70_convert.bank import HASHES, layer_bank_paths, measure, write_small, writing
-from sm70_convert.checkpoint import open_checkpoint
+from sm70_convert.bank import HASHES, layer_bank_paths, measure, read_back, remove, write_small, writing
+from sm70_convert.checkpoint import open_checkpoint, reading
 from sm70_convert.errors import IntegrityError, OutputError, Problem
 from sm70_convert.hub import resolve
 from sm70_convert.journal import close_journals, is_own_state, journal_plan, read_journals, sealing, temporary_files
@@ -65,10 +65,12 @@ def sealing_plan(out: Path, source: str | None) -> Iterator[Plan]:
         hash=made["hash"],
     )
     origin = made["source"]
-    folder = Path(source) if source is not None and Path(source).exists() else Path(journals[0].source)
+    folder = Path(journals[0].source if source is None else source)
+    with reading(str(folder)):
+        there = folder.exists()
     opened = (
         resolve(source, origin.get("commit"))
-        if source is not None and not Path(source).exists()
+        if source is not None and not there
         else open_checkpoint(folder, repo=origin.get("repo"), commit=origin.get("commit"))
     )
     with opened as checkpoint:
@@ -100,6 +102,9 @@ def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress
             sealed = read_manifest(root, error=OutputError)
             if field := difference(sealed.identity, identity):
                 raise other_plan(MANIFEST, field)
+            if set(tp_sizes) <= set(sealed.tp_sizes):  # a run that was stopped between its seal and the end
+                close_journals(root)
+                return Summary("sealed", out, (), tuple(sealed.layers), sealed.tp_sizes, 0, 0, sealed.findings)
         missing = sorted(set(plan.moe.layers) - set(done))
         if missing:
             hint = f"make them with --layers {names.format_ranges(missing)}, then seal again"
@@ -140,6 +145,7 @@ def refuse_other_weights(plan: Plan, sealed: Manifest) -> None:
         for file, offset in zip(source.files, source.offsets, strict=True):
             plan.checkpoint.shards[file].read_into(offset, buffer)
             digest.update(buffer)
+        plan.checkpoint.check_unchanged()
         experts = names.format_ranges(range(plan.moe.experts))
         now = SourceRecord(source.template, experts, digest.hexdigest())
         refuse_other_sources(sealed.layers[layer.layer].sources, (now,), layer.layer)
@@ -193,13 +199,14 @@ def close_folder(
     )
     journals = read_journals(root)
     with writing(str(root)):
-        for leftover in list(temporary_files(root)):
-            leftover.unlink(missing_ok=True)
+        for path in list(temporary_files(root)):
+            remove(root, path)
         stray = [path for path in extra_files(root, manifest) if not is_own_state(path)]
         # What a run that was stopped while it started over had still to remove.
-        for path in [p for p in stray if any(journal.names(p) for journal in journals)]:
-            (root / path).unlink()
-            stray.remove(path)
+        stale = [path for path in stray if any(journal.names(path) for journal in journals)]
+        for path in stale:
+            remove(root, path)
+        stray = sorted(set(stray) - set(stale))
     if stray:
         message = f"holds files that are no part of it: {', '.join(stray[:5])}"
         raise OutputError(Problem(message, file=str(root), hint="move them away, then run the same command again"))
@@ -213,7 +220,7 @@ def close_folder(
 
 def _sums(root: Path, manifest: Manifest, data: bytes) -> bytes:
     """SHA256SUMS: a plain digest of every file, as sha256sum -c reads it."""
-    lines = {path: measure(root / path, path, HASHES["sha256"], plain=True).digest for path in manifest.files}
+    lines = {path: read_back(root, path, HASHES["sha256"], plain=True).digest for path in manifest.files}
     lines[MANIFEST] = hashlib.sha256(data).hexdigest()
     return "".join(_sum_line(path, digest) for path, digest in sorted(lines.items())).encode()
 

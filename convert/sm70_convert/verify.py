@@ -6,14 +6,14 @@ import random
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sm70_convert import names
 from sm70_convert.bank import HASHES, FileRecord, bank_spec, layer_bank_paths, measure
-from sm70_convert.checkpoint import Checkpoint, walk
+from sm70_convert.checkpoint import Checkpoint, reading, walk
 from sm70_convert.errors import IntegrityError, Problem, Sm70Error, UsageError
 from sm70_convert.expert_tensors import LayerPlan
 from sm70_convert.experts import ExpertReader
@@ -82,7 +82,7 @@ def verify_folder(
             whole.append(record)
             sizes += record.bytes
     journals = unfinished(folder)
-    with _reading(folder):
+    with reading(str(folder), error=IntegrityError, hint=_RESTORE):
         extra = [p for p in extra_files(folder, manifest) if not is_own_state(p)]
     # The banks of an addition that was stopped, or is still going, are nobody's damage.
     extra = [p for p in extra if not any(j.names_bank(p) for j in journals)]
@@ -122,15 +122,6 @@ def expected_headers(manifest: Manifest) -> dict[str, Header]:
     }
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turns an OSError of reading `path` into an IntegrityError."""
-    try:
-        yield
-    except OSError as exc:
-        raise IntegrityError(Problem(f"cannot be read: {exc.strerror}", file=str(path), hint=_RESTORE)) from exc
-
-
 def _wrong_size(folder: Path, record: FileRecord) -> Problem | None:
     path = folder / record.path
     ours = record.path.startswith("sm70/")
@@ -159,7 +150,7 @@ def _wrong_bytes(
     try:
         found = measure(folder / record.path, record.path, HASHES[hash_name], then=progress)
         if header is not None:
-            with _reading(Path(record.path)), open(folder / record.path, "rb") as file:
+            with reading(record.path, error=IntegrityError, hint=_RESTORE), open(folder / record.path, "rb") as file:
                 if file.read(len(header.raw)) != header.raw:
                     yield Problem("header is not what the manifest says of it", file=record.path, hint=hint)
     except Sm70Error as exc:
@@ -255,7 +246,8 @@ def verify_source(
     problems = list(_wrong_passthrough(folder, plan, progress))
     experts = tensors = 0
     for layer in plan.layers:
-        prepared, compared, found = _verify_layer(folder, plan, layer, sample, rank, progress)
+        with reading(str(folder), error=IntegrityError, hint=_RESTORE):
+            prepared, compared, found = _verify_layer(folder, plan, layer, sample, rank, progress)
         problems += found
         experts += prepared
         tensors += compared
@@ -290,7 +282,7 @@ def _verify_layer(
     with ExitStack() as opened:
         files = []
         for bank in banks:
-            with _reading(Path(bank.path)):
+            with reading(bank.path, error=IntegrityError, hint=_RESTORE):
                 files.append(opened.enter_context(open(folder / bank.path, "rb", buffering=0)))
         for expert in chosen:
             projections = reader.read(expert)
@@ -302,7 +294,7 @@ def _verify_layer(
                     rank=bank.rank,
                     tp_size=bank.tp_size,
                 )
-                with _reading(Path(bank.path)):
+                with reading(bank.path, error=IntegrityError, hint=_RESTORE):
                     found = _bank_expert(file.fileno(), bank.header, expert, plan.moe.experts)
                 for tensor, value in wanted.items():
                     compared += 1
