@@ -8,7 +8,7 @@ opened by Python's own pure implementation, so that buffered reads and writes co
 no power fails here.
 """
 
-# ruff: noqa: E402, PLW0603, PTH - what is patched must be so before others import it, pathlib too
+# ruff: noqa: E402, PLW0603, PTH100, PTH120 - what is patched must be so before others import it, pathlib too
 from __future__ import annotations
 
 import _pyio
