@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import functools
+import mmap
 import os
 import re
 import signal
@@ -20,6 +20,7 @@ import click
 from sm70_convert import __version__
 from sm70_convert.console import Console
 from sm70_convert.errors import (
+    OUT_OF_MEMORY,
     RESUMES,
     DeviceError,
     Interrupted,
@@ -28,6 +29,7 @@ from sm70_convert.errors import (
     Sm70Error,
     Terminated,
     UsageError,
+    is_out_of_memory,
 )
 from sm70_convert.layout import LAYOUT_NAMES, RUNTIMES
 from sm70_convert.names import parse_ranges
@@ -36,16 +38,7 @@ if TYPE_CHECKING:
     from sm70_convert.plan import Options
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-# How the loader, threads and torch say that there is no memory.
-_NO_MEMORY = (
-    "cannot allocate memory",
-    "failed to map segment",
-    "cannot apply additional memory protection",
-    "can't start new thread",
-    "not enough memory",
-    "can't allocate memory",
-    "bad_alloc",
-)
+_NUMPY_BYTES = 100 << 20  # of address space, not of memory
 _GLOBAL = re.compile(r"-[qv]+|--quiet|--verbose|--json|--no-color|--debug")
 
 
@@ -185,6 +178,8 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
         console = Console(as_json=as_json, quiet=quiet, verbose=verbose, color=color)
         with _stoppable(console):
             try:
+                # numpy's library ends the process itself where there is no memory for it.
+                mmap.mmap(-1, _NUMPY_BYTES).close()
                 function(console, **options)
             except BrokenPipeError:
                 raise  # whoever read our output has gone
@@ -204,9 +199,8 @@ def _as_error(exc: BaseException) -> Sm70Error:
     """What is reported of an exception that no command is to see."""
     if isinstance(exc, KeyboardInterrupt):
         return Terminated("terminated") if isinstance(exc, _Terminate) else Interrupted("interrupted")
-    if _is_out_of_memory(exc):
-        hint = "use fewer --jobs, or raise the limit (ulimit -v, the container's), then run the same command again"
-        return OutputError(Problem("out of memory", hint=hint))
+    if is_out_of_memory(exc):
+        return OutputError(OUT_OF_MEMORY)
     if isinstance(exc, Sm70Error):
         return exc
     if isinstance(exc, OSError):
@@ -215,17 +209,6 @@ def _as_error(exc: BaseException) -> Sm70Error:
             Problem(f"{exc.strerror or exc}", file=file, hint=f"mend the disk (or the rights), then {RESUMES}")
         )
     return Sm70Error(f"unexpected {type(exc).__name__}: {exc}" if str(exc) else f"unexpected {type(exc).__name__}")
-
-
-def _is_out_of_memory(exc: BaseException) -> bool:
-    """Whether memory, or a thread, was what the system refused; libraries say so in many ways."""
-    text = str(exc).lower()
-    return (
-        isinstance(exc, MemoryError)
-        or (isinstance(exc, OSError) and exc.errno == errno.ENOMEM)
-        or (isinstance(exc, ImportError | RuntimeError) and any(sign in text for sign in _NO_MEMORY))
-        or (exc.__cause__ is not None and _is_out_of_memory(exc.__cause__))
-    )
 
 
 def _without_overwrite(error: Sm70Error) -> Sm70Error:

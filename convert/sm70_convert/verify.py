@@ -241,6 +241,8 @@ def verify_source(
 
     sample: this many experts a layer (always the same ones for a layer), else all.
     """
+    import sm70_kernels.reference  # noqa: F401 - torch takes seconds, and may find no memory: not inside what reads files
+
     manifest = read_manifest(folder)
     plan = source_plan(manifest, checkpoint)
     problems = list(_wrong_passthrough(folder, plan, progress))
