@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from blake3 import blake3
 
-from sm70_convert.errors import IntegrityError, OutputError, Problem
+from sm70_convert.errors import RESUMES, IntegrityError, OutputError, Problem
 from sm70_convert.layout import Layout, MoeShape, bank_tensors, leading_dimensions
-from sm70_convert.regular import open_regular
-from sm70_convert.safetensors_header import Header, build_header, read_header
+from sm70_convert.regular import forget, open_regular
+from sm70_convert.safetensors_header import Header, build_header, read_at, read_header
 from sm70_convert.strict_json import canonical
 
 FORMAT_VERSION = 1
 METADATA_KEY = "sm70_bank"
 TEMPORARY = ".sm70-tmp"
+MEND = f"free some space (or mend the disk), then {RESUMES}"
+MENDABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_BANK_PATH = re.compile(r"sm70/tp([1-9][0-9]*)/rank(0|[1-9][0-9]*)/layer-([0-9]{5,})\.safetensors")
 
 
 class Digest(Protocol):
@@ -94,6 +100,15 @@ def bank_path(tp_size: int, rank: int, layer: int) -> str:
     return f"sm70/tp{tp_size}/rank{rank}/layer-{layer:05d}.safetensors"
 
 
+def bank_of(path: str) -> tuple[int, int, int] | None:
+    """The TP size, rank and layer whose bank has this path; None for other files."""
+    match = _BANK_PATH.fullmatch(path)
+    if match is None:
+        return None
+    tp_size, rank, layer = map(int, match.groups())
+    return (tp_size, rank, layer) if bank_path(tp_size, rank, layer) == path else None
+
+
 def layer_bank_paths(layer: int, tp_sizes: Iterable[int]) -> set[str]:
     """The bank files of one layer, for all ranks of some TP sizes."""
     return {bank_path(tp_size, rank, layer) for tp_size in tp_sizes for rank in range(tp_size)}
@@ -133,17 +148,23 @@ def combined_digest(new: Callable[[], Digest], header: bytes, tensors: Iterable[
 
 
 def make_folder(root: Path, folder: Path) -> None:
-    """Creates `root` and what is missing from there to `folder`; refuses to go through a symlink inside `root`."""
+    """Creates `root` and what is missing from there to `folder`, durably; refuses to go through a symlink inside `root`."""
+    parts = [p for p in (*reversed(folder.parents), folder) if root in p.parents]
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        for part in (*reversed(folder.parents), folder):
-            if root in part.parents:
-                part.mkdir(exist_ok=True)
-                if not stat.S_ISDIR(part.lstat().st_mode):
+        if not root.exists():
+            parts = [*reversed(root.parents), root, *parts]
+        for part in parts:
+            try:
+                part.mkdir()
+            except FileExistsError:  # noqa: PERF203 - a few folders, mostly there
+                if root in part.parents and not stat.S_ISDIR(part.lstat().st_mode):
                     hint = "give an --out without symlinks in it"
-                    raise OutputError(Problem("is not a real folder", file=str(part), hint=hint))
+                    raise OutputError(Problem("is not a real folder", file=str(part), hint=hint)) from None
+            else:
+                sync_folder(part.parent)
     except OSError as exc:
-        raise OutputError(Problem(f"cannot be created: {exc.strerror}", file=str(folder))) from exc
+        hint = MEND if exc.errno in MENDABLE else "give another --out"
+        raise OutputError(Problem(f"cannot be created: {exc.strerror}", file=str(folder), hint=hint)) from exc
 
 
 class AtomicFile:
@@ -177,17 +198,17 @@ class AtomicFile:
         """Makes the file durable under its name; returns its size."""
         with writing(self.path):
             os.fsync(self._fd)
-            # Nobody reads it again soon: the page cache is for what others need.
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            forget(self._fd)
             self.temporary.rename(self.final)
             sync_folder(self.final.parent)
-        self._close()
+            self._close()
         return self._size
 
     def discard(self) -> None:
         """Removes the temporary file; does nothing after commit."""
         if self._fd >= 0:
-            self._close()
+            with suppress(OSError):
+                self._close()
             with suppress(OSError):
                 self.temporary.unlink()
 
@@ -279,7 +300,8 @@ def measure(
     try:
         with os.fdopen(open_regular(path, shown, error=IntegrityError), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            with suppress(OSError):  # a hint that some file systems do not take
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             buffer = memoryview(bytearray(min(CHUNK, max(size, 1))))
 
             def digest_of(start: int, count: int) -> Digest:
@@ -290,6 +312,7 @@ def measure(
                     if got == 0:
                         raise IntegrityError(Problem("became shorter while it was read", file=shown))
                     digest.update(buffer[:got])
+                    forget(file.fileno(), start, got)
                     start += got
                     if then:
                         then(got)
@@ -298,7 +321,7 @@ def measure(
             if plain or not shown.endswith(".safetensors"):
                 return FileRecord(shown, size, digest_of(0, size).hexdigest(), {})
             header = read_header(
-                lambda offset, count: os.pread(file.fileno(), count, offset),
+                partial(read_at, file.fileno()),
                 size,
                 shown,
                 error=IntegrityError,
@@ -310,6 +333,27 @@ def measure(
             return FileRecord(shown, size, whole, digests)
     except OSError as exc:
         raise IntegrityError(Problem(f"cannot be read: {exc.strerror}", file=shown)) from exc
+
+
+def read_back(
+    root: Path,
+    path: str,
+    new_digest: Callable[[], Digest],
+    *,
+    then: Callable[[int], object] | None = None,
+    plain: bool = False,
+) -> FileRecord:
+    """measure() of a file that this run has made. Raises OutputError if it cannot be read."""
+    try:
+        return measure(root / path, path, new_digest, then=then, plain=plain)
+    except IntegrityError as exc:
+        raise OutputError(*(replace(problem, hint=MEND) for problem in exc.problems)) from exc
+
+
+def remove(root: Path, path: str) -> None:
+    """Removes one file of the output, if it is there."""
+    with writing(path):
+        (root / path).unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -327,5 +371,4 @@ def writing(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        hint = "free some space (or mend the disk), then run the same command again: it resumes"
-        raise OutputError(Problem(f"cannot be written: {exc.strerror}", file=path, hint=hint)) from exc
+        raise OutputError(Problem(f"cannot be written: {exc.strerror}", file=path, hint=MEND)) from exc

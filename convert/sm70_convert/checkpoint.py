@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sm70_convert.bank import CHUNK, TEMPORARY, digests_of
-from sm70_convert.errors import CheckpointError, Problem, Problems, UnsupportedError
-from sm70_convert.regular import open_regular
-from sm70_convert.safetensors_header import MAX_NAME, PIECE, Header, Packed, read_header
+from sm70_convert.errors import CheckpointError, Problem, Problems, Sm70Error, UnsupportedError
+from sm70_convert.regular import UNREADABLE, open_regular
+from sm70_convert.safetensors_header import MAX_NAME, PIECE, Header, Packed, read_at, read_header
 from sm70_convert.strict_json import MAX_MEMBERS, ObjectReader, load_object
 
 INDEX = "model.safetensors.index.json"
@@ -25,7 +28,9 @@ QUANTIZATION_FILES = {
 # A list of every expert's modules takes a few MB in a configuration, 300,000 tensors take 35 MB in an index.
 MAX_JSON = 16_000_000
 MAX_INDEX = 50_000_000
+MAX_DEPTH = 64
 _FETCH = "fetch the missing file, then run again"
+_REST = "let the checkpoint rest, then start over with --overwrite"
 # Weights in other forms are no part of what is served from safetensors, and pickles are never touched.
 _OTHER_WEIGHTS = (
     ".bin",
@@ -81,10 +86,8 @@ class Shard:
         """Fills `buffer` (bytes) from `offset`. Raises CheckpointError if the shard has become shorter or cannot be read."""
         done = 0
         while done < len(buffer):
-            try:
+            with reading(self.name):
                 count = os.preadv(self.fd, [buffer[done:]], offset + done)
-            except OSError as exc:
-                raise CheckpointError(Problem(f"cannot be read: {exc.strerror}", file=self.name)) from exc
             if count == 0:
                 raise CheckpointError(
                     Problem(f"became shorter while it was read (no byte at {offset + done})", file=self.name)
@@ -99,13 +102,11 @@ class Shard:
             self.read_into(offset + start, piece)
             yield piece
 
-    def forget(self, offset: int, count: int) -> None:
-        """Tells the page cache that these bytes are not needed again."""
-        os.posix_fadvise(self.fd, offset, count, os.POSIX_FADV_DONTNEED)
-
-    def check_unchanged(self) -> None:
-        """Raises CheckpointError if the file is no longer the one that was planned."""
-        now = os.fstat(self.fd)
+    def check_unchanged(self, folder: Path) -> None:
+        """Raises CheckpointError if the file, or what lies in `folder` under its name, is no longer what was planned."""
+        with reading(self.name):
+            now = os.fstat(self.fd)
+            there = (folder / self.name).stat()
         if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
             raise CheckpointError(
                 Problem(
@@ -113,9 +114,11 @@ class Shard:
                     file=self.name,
                     expected=f"{self.size} bytes of mtime {self.mtime_ns}",
                     actual=f"{now.st_size} bytes of mtime {now.st_mtime_ns}",
-                    hint="let the checkpoint rest, then start over with --overwrite",
+                    hint=_REST,
                 )
             )
+        if not os.path.samestat(now, there):
+            raise CheckpointError(Problem("was replaced while it was converted", file=self.name, hint=_REST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +146,16 @@ class Checkpoint:
     unindexed: tuple[str, ...]
     extras: tuple[str, ...]
 
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError if a shard is no longer the one that was planned."""
+        for shard in self.shards.values():
+            shard.check_unchanged(self.folder)
+
     def close(self) -> None:
         """Closes all shards."""
         for shard in self.shards.values():
-            os.close(shard.fd)
+            with suppress(OSError):  # all that was read has been read
+                os.close(shard.fd)
 
     def __enter__(self) -> Checkpoint:  # noqa: PYI034 - typing.Self is younger than Python 3.10
         return self
@@ -155,22 +164,33 @@ class Checkpoint:
         self.close()
 
 
+@contextmanager
+def reading(shown: str, *, error: type[Sm70Error] = CheckpointError, hint: str = UNREADABLE) -> Iterator[None]:
+    """Turns an OSError of reading `shown` into `error`."""
+    try:
+        yield
+    except OSError as exc:
+        raise error(Problem(f"cannot be read: {exc.strerror}", file=shown, hint=hint)) from exc
+
+
 def read_small(path: Path, shown: str) -> bytes:
     """The bytes of a JSON file. Raises CheckpointError over MAX_JSON, or MAX_INDEX for an index."""
     limit = MAX_INDEX if shown == INDEX else MAX_JSON
-    with os.fdopen(open_regular(path, shown, missing=_FETCH), "rb") as handle:
+    with reading(shown), os.fdopen(open_regular(path, shown, missing=_FETCH), "rb") as handle:
         size = os.fstat(handle.fileno()).st_size
         if size > limit:
             expected = f"at most {limit} bytes"
             raise CheckpointError(Problem("is over the limit", file=shown, expected=expected, actual=str(size)))
-        try:
-            return handle.read(size)
-        except OSError as exc:
-            raise CheckpointError(Problem(f"cannot be read: {exc.strerror}", file=shown)) from exc
+        return handle.read(size)
 
 
 def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None = None) -> Checkpoint:
     """Opens a local checkpoint folder. Raises CheckpointError with every problem of its files and index."""
+    with reading(str(folder)):
+        return _open_checkpoint(folder, repo, commit)
+
+
+def _open_checkpoint(folder: Path, repo: str | None, commit: str | None) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(Problem("is not a folder", file=str(folder)))
     raw_config = read_small(folder / CONFIG, CONFIG)
@@ -243,10 +263,11 @@ def open_checkpoint(folder: Path, *, repo: str | None = None, commit: str | None
 def _open_shard(folder: Path, name: str) -> tuple[Shard, Header]:
     fd = open_regular(folder / name, name, missing=_FETCH)
     try:
-        info = os.fstat(fd)
-        header = read_header(lambda offset, count: os.pread(fd, count, offset), info.st_size, name)
-        end = header.data_start
-        digests = digests_of(os.pread(fd, min(PIECE, end - at), at) for at in range(0, end, PIECE))
+        with reading(name):
+            info = os.fstat(fd)
+            header = read_header(partial(read_at, fd), info.st_size, name)
+            end = header.data_start
+            digests = digests_of(read_at(fd, at, min(PIECE, end - at)) for at in range(0, end, PIECE))
     except BaseException:
         os.close(fd)
         raise
@@ -341,9 +362,21 @@ def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """os.walk(), but a folder that cannot be listed is no empty one. Raises OSError, also for folders nested too deep."""
+
+    def cannot(exc: OSError) -> None:
+        raise exc
+
+    for root, folders, files in os.walk(folder, onerror=cannot):
+        yield root, folders, files
+        if folders and len(Path(root).relative_to(folder).parts) >= MAX_DEPTH:
+            raise OSError(errno.ELOOP, f"more than {MAX_DEPTH} folders in one another", root)
+
+
 def _extras(folder: Path, problems: Problems) -> Iterator[str]:
     """Files to hand on as bytes, relative: no hidden ones, no weights. Symlinks to files are followed, to folders not."""
-    for root, folders, files in os.walk(folder):
+    for root, folders, files in walk(folder):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         relative = Path(root).relative_to(folder)
         for file in sorted(files):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -18,12 +21,15 @@ from sm70_convert import __version__
 from sm70_convert.console import Console
 from sm70_convert.devices import KERNELS
 from sm70_convert.errors import (
+    OUT_OF_MEMORY,
+    RESUMES,
     Interrupted,
     OutputError,
     Problem,
     Sm70Error,
     Terminated,
     UsageError,
+    is_out_of_memory,
 )
 from sm70_convert.layout import LAYOUT_NAMES, RUNTIMES
 from sm70_convert.names import parse_ranges
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
     from sm70_convert.plan import Options
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_NUMPY_BYTES = 100 << 20  # of address space, not of memory
 _GLOBAL = re.compile(r"-[qv]+|--quiet|--verbose|--json|--no-color|--debug")
 
 
@@ -180,27 +187,18 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
     def run(*, quiet: bool, verbose: bool, as_json: bool, no_color: bool, debug: bool, **options: Any) -> None:
         color = False if no_color or os.environ.get("NO_COLOR") else None
         console = Console(as_json=as_json, quiet=quiet, verbose=verbose, color=color)
-        try:
-            with _signals():
+        with _stoppable(console):
+            try:
+                # numpy's library ends the process itself where there is no memory for it.
+                mmap.mmap(-1, _NUMPY_BYTES).close()
                 function(console, **options)
-        except KeyboardInterrupt:
-            _fail(console, Interrupted("interrupted"), debug)
-        except Sm70Error as exc:
-            _fail(console, exc, debug)
-        except BrokenPipeError:
-            raise  # whoever read our output has gone
-        except OSError as exc:
-            problem = Problem(f"{exc.strerror or exc}", file=str(exc.filename) if exc.filename else None)
-            _fail(console, OutputError(problem), debug)
-        except Exception as exc:  # noqa: BLE001 - the last line: no traceback without --debug
-            reason = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
-            if isinstance(exc, MemoryError):
-                _fail(console, OutputError(Problem("out of memory", hint="use fewer --jobs")), debug)
-            _fail(
-                console,
-                Sm70Error(f"unexpected {reason}"),
-                debug,
-            )
+            except BrokenPipeError:
+                raise  # whoever read our output has gone
+            except (Exception, KeyboardInterrupt) as exc:  # noqa: BLE001 - the last line: no traceback without --debug
+                error = _as_error(exc)
+                if options.get("overwrite"):
+                    error = _without_overwrite(error)
+                _fail(console, error, debug)
 
     return run
 
@@ -212,18 +210,78 @@ def _fail(console: Console, error: Sm70Error, debug: bool) -> None:
     sys.exit(error.exit_code)
 
 
+def _as_error(exc: BaseException) -> Sm70Error:
+    """What is reported of an exception that no command is to see."""
+    if isinstance(exc, KeyboardInterrupt):
+        return Terminated("terminated") if isinstance(exc, _Terminate) else Interrupted("interrupted")
+    if is_out_of_memory(exc):
+        return OutputError(OUT_OF_MEMORY)
+    if isinstance(exc, Sm70Error):
+        return exc
+    if isinstance(exc, OSError):
+        file = str(exc.filename) if exc.filename else None
+        return OutputError(
+            Problem(f"{exc.strerror or exc}", file=file, hint=f"mend the disk (or the rights), then {RESUMES}")
+        )
+    return Sm70Error(f"unexpected {type(exc).__name__}: {exc}" if str(exc) else f"unexpected {type(exc).__name__}")
+
+
+def _without_overwrite(error: Sm70Error) -> Sm70Error:
+    """The same error where the next step is to go on, which --overwrite would not do."""
+    hints = [
+        (p, (p.hint or "").replace(RESUMES, RESUMES.replace(":", " without --overwrite:"))) for p in error.problems
+    ]
+    return type(error)(*(replace(p, hint=hint) for p, hint in hints), total=error.total)
+
+
+class _Terminate(KeyboardInterrupt):
+    """SIGTERM on its way up. No Exception, so that nothing takes it for an error of its own."""
+
+
 @contextmanager
-def _signals() -> Iterator[None]:
-    """SIGTERM stops a run as Ctrl-C does, with its own exit code."""
+def _stoppable(console: Console) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop the command once; more of them do not disturb its cleaning up."""
+    handled = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
+    stopping = False
 
-    def terminate(_number: int, _frame: object) -> None:
-        raise Terminated("terminated")
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopping
+        if stopping:
+            return
+        stopping = True
+        reason = _Terminate() if number == signal.SIGTERM else KeyboardInterrupt()
+        if _is_importing(frame):
+            # Half of a module's code turns it into another error or loses it. Nothing is open yet: end here.
+            error = _as_error(reason)
+            console.error(error)
+            sys.stdout.flush()
+            os._exit(error.exit_code)
+        raise reason
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    def lost(args: sys.UnraisableHookArgs) -> None:
+        """Where no exception can be raised (__del__): the next signal counts."""
+        nonlocal stopping
+        if isinstance(args.exc_value, KeyboardInterrupt):
+            stopping = False
+        else:
+            unraisable(args)
+
+    unraisable, sys.unraisablehook = sys.unraisablehook, lost
+    before = {s: signal.signal(s, stop) for s in handled}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        sys.unraisablehook = unraisable
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @main.command(no_args_is_help=True)
@@ -309,7 +367,9 @@ def convert(
                 layer_done=layer_done,
             )
         if summary.status == "complete":
-            console.warn(f"nothing to do; that it holds {model}'s very weights was not checked (verify --source does)")
+            console.warn(
+                f"nothing to do; of {model}'s weights only a sample was compared (verify --source compares all)"
+            )
         console.result(*describe_summary(console, "convert", summary, plan, choice), essential=False)
 
 
@@ -390,15 +450,16 @@ def verify(
         raise UsageError(Problem("--sample and --revision go with --source"))
     if source is not None and quick:
         raise UsageError(Problem("--quick and --source exclude each other"))
-    from dataclasses import replace
-
     from sm70_convert.describe import describe_verification
     from sm70_convert.hub import resolve
+    from sm70_convert.journal import unfinished
     from sm70_convert.manifest import read_manifest
     from sm70_convert.recorded import compare_recorded
     from sm70_convert.verify import chosen_files, source_bytes, source_plan, verify_folder, verify_source
 
     manifest = read_manifest(folder)
+    if unfinished(folder):
+        console.warn("a run on this folder was stopped or is still going: what it has made so far is not verified")
     if rank is not None and rank >= max(manifest.tp_sizes):
         raise UsageError(Problem(f"--rank {rank}: this folder has TP sizes {', '.join(map(str, manifest.tp_sizes))}"))
     total = 0 if quick else sum(r.bytes for r in chosen_files(manifest, rank))

@@ -99,6 +99,9 @@ class Console:
         self, total_bytes: int, layers: int, what: str
     ) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
         """A bar of bytes, rate and layers on stderr; silent off a terminal. Gives (bytes done, layer done)."""
+        if not self.shows_progress:  # a disabled bar would still start tqdm's thread
+            yield (lambda _: None), (lambda layer: self.detail(f"layer {layer} done"))
+            return
         from tqdm import tqdm
 
         done = 0
@@ -107,7 +110,6 @@ class Console:
             unit="B",
             unit_scale=True,
             desc=what,
-            disable=not self.shows_progress,
             leave=False,
             dynamic_ncols=True,
         ) as bar:

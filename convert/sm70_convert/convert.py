@@ -22,7 +22,7 @@ from sm70_convert.layer_reader import LayerReader
 from sm70_convert.layout import bank_tensors
 from sm70_convert.manifest import LayerRecord, SourceRecord
 from sm70_convert.plan import Finding, Plan, in_order
-from sm70_convert.seal import Progress, Summary, close_folder, refuse_other_sources
+from sm70_convert.seal import Progress, Summary, close_folder, refuse_other_sources, refuse_other_weights
 from sm70_convert.verify import verify_folder
 from sm70_kernels.host import best_kernel
 from sm70_kernels.spec import HostKernel, RawScaleError
@@ -64,6 +64,7 @@ def run_plan(
             verify_folder(folder.root, folder.sealed, quick=True).raise_if_damaged()
         if not folder.todo:
             assert folder.sealed is not None  # noqa: S101 - nothing to do means sealed
+            refuse_other_weights(plan, folder.sealed)
             return Summary("complete", out, (), (), folder.sealed.tp_sizes, 0, 0, folder.sealed.findings)
         resumed = tuple(sorted(folder.done))
         for layer in resumed:
@@ -127,6 +128,7 @@ def _prepare_layers(
                     if isinstance(result, _RefusedLayer):
                         refused[result.layer] = result.error
                     else:
+                        plan.checkpoint.check_unchanged()
                         if folder.sealed:
                             refuse_other_sources(
                                 folder.sealed.layers[result.layer].sources, result.sources, result.layer

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sm70_convert.checkpoint import open_checkpoint
+from sm70_convert.checkpoint import open_checkpoint, reading
 from sm70_convert.console import Console, human_bytes, human_seconds
 from sm70_convert.errors import CheckpointError, IntegrityError, Problem
 from sm70_convert.estimate import describe, estimate_seconds, nearest_folder, output_bytes, tp_estimates
@@ -29,12 +29,13 @@ Described = tuple[dict[str, Any], list[tuple[str, str]]]
 
 def describe_path(path: Path) -> Described:
     """The document for --json and the rows for people, of a prepared folder, a checkpoint, or one .safetensors file."""
-    if (path / MANIFEST).exists():
-        return _prepared(path)
-    if path.is_dir():
-        return _checkpoint(path)
-    if path.is_file():
-        return _file(path)
+    with reading(str(path)):
+        if (path / MANIFEST).exists():
+            return _prepared(path)
+        if path.is_dir():
+            return _checkpoint(path)
+        if path.is_file():
+            return _file(path)
     raise CheckpointError(Problem("is neither a folder nor a file", file=str(path)))
 
 

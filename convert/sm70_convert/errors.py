@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 SHOWN_PROBLEMS = 10
+RESUMES = "run the same command again: it resumes"
 
 
 def printable(text: str) -> str:
@@ -87,6 +89,38 @@ class Sm70Error(Exception):
         return {"kind": self.kind, "exit_code": self.exit_code, "total": self.total, "problems": problems}
 
 
+OUT_OF_MEMORY = Problem(
+    "out of memory",
+    hint="use fewer --jobs, or raise the limit (ulimit -v, the container's), then run the same command again",
+)
+# How the loader, threads and torch say that there is no memory.
+_NO_MEMORY = (
+    "cannot allocate memory",
+    "can't allocate memory",
+    "not enough memory",
+    "failed to map segment",
+    "cannot apply additional memory protection",
+    "can't start new thread",
+    "bad_alloc",
+    "without setting an exception",
+    "without exception set",
+)
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Whether memory, or a thread, was what the system refused; libraries say so in many ways."""
+    text = str(exc).lower()
+    return (
+        isinstance(exc, MemoryError)
+        or (isinstance(exc, OSError) and exc.errno == errno.ENOMEM)
+        or (
+            isinstance(exc, ImportError | OSError | RuntimeError | SystemError)
+            and any(sign in text for sign in _NO_MEMORY)
+        )
+        or (exc.__cause__ is not None and is_out_of_memory(exc.__cause__))
+    )
+
+
 class UsageError(Sm70Error):
     """The options do not fit together."""
 
@@ -140,7 +174,7 @@ class Interrupted(Sm70Error):  # noqa: N818 - stopped on purpose
 
     exit_code = 130
     kind = "interrupted"
-    next_step = "run the same command again: it resumes"
+    next_step = RESUMES
 
 
 class Terminated(Sm70Error):  # noqa: N818 - stopped on purpose
@@ -148,7 +182,7 @@ class Terminated(Sm70Error):  # noqa: N818 - stopped on purpose
 
     exit_code = 143
     kind = "terminated"
-    next_step = "run the same command again: it resumes"
+    next_step = RESUMES
 
 
 class Problems:

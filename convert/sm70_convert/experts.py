@@ -11,6 +11,7 @@ from sm70_convert import names
 from sm70_convert.errors import Problem, UnsupportedError
 from sm70_convert.expert_tensors import LayerPlan, SourcePart
 from sm70_convert.plan import Plan
+from sm70_convert.regular import forget
 from sm70_kernels.spec import Projection
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class ExpertReader:
         """Gives the page cache of this layer's sources back."""
         for source in self._sources:
             for file, offset in zip(source.files, source.offsets, strict=True):
-                self._plan.checkpoint.shards[file].forget(offset, source.nbytes)
+                forget(self._plan.checkpoint.shards[file].fd, offset, source.nbytes)
 
     def scale_source(self, projection: str) -> SourcePart:
         """The scale tensors of one projection, for messages."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import re
 from pathlib import Path
 
-from sm70_convert.checkpoint import INDEX, Checkpoint, open_checkpoint, parse_index, read_small
+from sm70_convert.checkpoint import INDEX, Checkpoint, open_checkpoint, parse_index, read_small, reading
 from sm70_convert.errors import CheckpointError, Problem, Sm70Error, UsageError
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -32,7 +32,7 @@ def resolve(model: str, revision: str | None = None, *, progress: bool = False) 
     Raises CheckpointError if it is neither a folder nor to be had from the hub (or its cache, offline).
     """
     folder = Path(model)
-    if os.path.exists(folder):  # noqa: PTH110 - Path.exists() raises for a name that is too long
+    if _is_local(folder):
         if revision is not None:
             raise UsageError(Problem("--revision is for hub ids, but this is a local path", file=model))
         return open_checkpoint(folder)
@@ -40,6 +40,16 @@ def resolve(model: str, revision: str | None = None, *, progress: bool = False) 
         raise CheckpointError(Problem("is no folder, and no hub id such as org/name", file=model))
     snapshot = _download(model, revision, progress)
     return open_checkpoint(snapshot, repo=model, commit=snapshot.name)
+
+
+def _is_local(folder: Path) -> bool:
+    with reading(str(folder)):
+        try:
+            return folder.exists()
+        except OSError as exc:
+            if exc.errno == errno.ENAMETOOLONG:
+                return False
+            raise
 
 
 def _download(repo: str, revision: str | None, progress: bool) -> Path:

@@ -1,38 +1,39 @@
-"""The journal of an unfinished folder, the locks of its parts, and the decision: fresh, resume, add, done or refuse."""
+"""The journal of an unfinished folder, and the decision: fresh, resume, add, done or refuse."""
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from sm70_convert import names
 from sm70_convert.bank import (
     HASHES,
+    MEND,
     TEMPORARY,
     FileRecord,
+    bank_of,
     check_relative,
     layer_bank_paths,
     make_folder,
     measure,
+    remove,
     sync_folder,
     write_small,
     writing,
 )
-from sm70_convert.checkpoint import read_small
+from sm70_convert.checkpoint import read_small, reading, walk
 from sm70_convert.errors import IntegrityError, OutputError, Problem, Sm70Error
+from sm70_convert.lock import locked
 from sm70_convert.manifest import (
     IDENTITY_FORM,
     MANIFEST,
     RECORD_FORM,
+    SUMS,
     LayerRecord,
     Manifest,
     difference,
@@ -67,6 +68,15 @@ class Journal:
     outputs: tuple[str, ...]
     records: tuple[LayerRecord, ...]
 
+    def names_bank(self, path: str) -> bool:
+        """Whether `path` is a bank that this journal's run makes, recorded or not."""
+        bank = bank_of(path)
+        return bank is not None and bank[0] in self.plan["tp_sizes"] and bank[1] < bank[0] and bank[2] in self.layers
+
+    def names(self, path: str) -> bool:
+        """Whether this journal's run may have written `path`, or was to remove it."""
+        return path in self.outputs or self.names_bank(path)
+
 
 @dataclass
 class OpenFolder:
@@ -82,15 +92,16 @@ class OpenFolder:
     def record(self, record: LayerRecord) -> None:
         """Notes a finished layer, durably."""
         assert self.journal is not None  # noqa: S101 - a run with work to do has a journal
-        with writing(self.journal.name), open(self.journal, "ab", opener=_no_symlink) as file:
-            file.write(canonical(record.as_json()) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        line = memoryview(canonical(record.as_json()) + b"\n")
+        with writing(f"sm70/{self.journal.name}"):
+            fd = os.open(self.journal, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                while line:
+                    line = line[os.write(fd, line) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
         self.done[record.layer] = record
-
-
-def _no_symlink(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def journal_name(plan: Plan) -> str:
@@ -131,7 +142,10 @@ def _read_journal(path: Path) -> Journal:
             outputs,
             tuple(records),
         )
-    except (Sm70Error, ValueError):
+    except (Sm70Error, ValueError) as exc:
+        if isinstance(exc.__cause__, OSError):
+            message = f"cannot be read: {exc.__cause__.strerror}"
+            raise OutputError(Problem(message, file=f"sm70/{path.name}", hint=MEND)) from exc.__cause__
         raise OutputError(
             Problem(
                 "is damaged, or no journal of this tool",
@@ -148,44 +162,6 @@ def _read_record(line: bytes, file: str) -> LayerRecord:
     return LayerRecord.from_json(record)
 
 
-def _refuse_foreign_lock(path: Path) -> None:
-    """Some versions of filelock follow a symlink, and all truncate what is there."""
-    with suppress(FileNotFoundError):
-        info = path.lstat()
-        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
-            raise OSError(errno.EEXIST, "it is no lock file of this tool")
-
-
-@contextmanager
-def locked(path: Path, *, wait: float = 0) -> Iterator[None]:
-    """Holds a lock that ends with the process. Raises OutputError if another run holds it.
-
-    The lock file goes with the lock, so that a sealed folder holds none; who got a removed one tries again.
-    """
-    lock = FileLock(path, timeout=wait)
-    try:
-        _refuse_foreign_lock(path)
-        lock.acquire()
-        while not path.exists():
-            lock.release()
-            lock.acquire()
-    except Timeout:
-        raise OutputError(
-            Problem(
-                "another run is working on this folder",
-                file=f"sm70/{path.name}",
-                hint="wait for the other run, or stop it",
-            )
-        ) from None
-    except OSError as exc:
-        raise OutputError(Problem(f"cannot be locked: {exc.strerror}", file=f"sm70/{path.name}")) from exc
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        lock.release()
-
-
 @contextmanager
 def open_folder(plan: Plan, out: Path, *, overwrite: bool) -> Iterator[OpenFolder]:
     """Takes `out` for this run: fresh, resumed, one more TP size for a sealed one, or nothing to do.
@@ -200,7 +176,7 @@ def open_folder(plan: Plan, out: Path, *, overwrite: bool) -> Iterator[OpenFolde
     with ExitStack() as held:
         with locked(root / _FOLDER_LOCK, wait=5):
             if overwrite:
-                _remove_ours(root)
+                _start_over(plan, root)
             folder = _decide(plan, root)
             if folder.todo:
                 held.enter_context(_register(plan, folder))
@@ -214,6 +190,9 @@ def _decide(plan: Plan, root: Path) -> OpenFolder:
         raise other_plan(MANIFEST, field)
     if sealed and all(set(j.plan["tp_sizes"]) <= set(sealed.tp_sizes) for j in read_journals(root)):
         close_journals(root)  # a run that was stopped between its seal and this
+        for path in _lock_files(root):
+            with suppress(OutputError), locked(path):
+                pass
     todo = tuple(t for t in sorted(plan.tp_sizes) if sealed is None or t not in sealed.tp_sizes)
     return OpenFolder(root, journal_plan(plan, todo), sealed, todo)
 
@@ -237,7 +216,7 @@ def _register(plan: Plan, folder: OpenFolder) -> Iterator[None]:
             if field := difference(other.plan, folder.plan):
                 if other.records or folder.sealed is None:
                     raise other_plan(f"sm70/{other.path.name}", field)
-                _forget(other, ours=journal)
+                _forget(folder, other, ours=journal)
                 continue
             if other.path != journal and set(other.layers) & set(plan.selected):
                 with locked(lock_path(other.path)):
@@ -248,31 +227,42 @@ def _register(plan: Plan, folder: OpenFolder) -> Iterator[None]:
                 if record.layer in plan.selected and intact:
                     folder.done[record.layer] = record
         if not journal.exists():
-            head = {
-                "plan": folder.plan,
-                "source": str(plan.checkpoint.folder.resolve()),
-                "layers": names.format_ranges(plan.selected),
-                "outputs": output_names(plan),  # so that --overwrite knows what is ours
-            }
-            write_small(folder.root, f"sm70/{journal.name}", canonical(head) + b"\n", HASHES[plan.options.hash])
+            _write_head(plan, folder.root, folder.todo)
         else:
             _cut_torn_line(journal)
         folder.journal = journal
         yield
 
 
-def _forget(other: Journal, *, ours: Path) -> None:
+def _write_head(plan: Plan, root: Path, tp_sizes: tuple[int, ...], stale: Sequence[str] = ()) -> Path:
+    """Begins the journal of this run. Besides banks, --overwrite and the seal may remove what its `outputs` name."""
+    sums = [SUMS] if plan.options.hash == "sha256" else []
+    head = {
+        "plan": journal_plan(plan, tuple(sorted(tp_sizes))),
+        "source": str(plan.checkpoint.folder.resolve()),
+        "layers": names.format_ranges(plan.selected),
+        "outputs": sorted({*output_names(plan), *sums, *stale}),
+    }
+    write_small(root, journal_name(plan), canonical(head) + b"\n", HASHES[plan.options.hash])
+    return root / journal_name(plan)
+
+
+def _forget(folder: OpenFolder, other: Journal, *, ours: Path) -> None:
     """Removes the journal of an addition to a sealed folder that ended before its first layer: it binds nobody."""
-    with nullcontext() if other.path == ours else locked(lock_path(other.path)):
-        other.path.unlink()
+    with nullcontext() if other.path == ours else locked(lock_path(other.path)), writing(f"sm70/{other.path.name}"):
+        kept = folder.sealed.files if folder.sealed else {}
+        for path in [p for p in _files(folder.root) if other.names_bank(p) and p not in kept]:
+            remove(folder.root, path)  # renamed, but not recorded before the end
+        remove(folder.root, f"sm70/{other.path.name}")
 
 
 def _cut_torn_line(journal: Path) -> None:
     """Removes what a crash left of a line, so that the next one starts on a line of its own."""
-    data = journal.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole != len(data):
-        os.truncate(journal, whole)
+    with writing(f"sm70/{journal.name}"):
+        data = journal.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole != len(data):
+            os.truncate(journal, whole)
 
 
 def is_intact(root: Path, record: FileRecord, hash_name: str) -> bool:
@@ -306,65 +296,66 @@ def _refuse_foreign(root: Path, *, overwrite: bool) -> None:
     """Refuses a folder with contents that no run of this tool left there."""
     try:
         entries = sorted(p.name for p in root.iterdir()) if os.path.lexists(root) else []
+        state = root / "sm70"
+        if not entries or (state / "manifest.json").exists() or any(state.glob("journal*.jsonl")):
+            return
+        if entries == ["sm70"] and all(_OUR_NAMES.fullmatch(p.name) for p in state.iterdir()):
+            return
     except OSError as exc:
         raise OutputError(Problem(f"cannot be read as a folder: {exc.strerror}", file=str(root))) from exc
-    state = root / "sm70"
-    if not entries or (state / "manifest.json").exists() or any(state.glob("journal*.jsonl")):
-        return
-    if entries == ["sm70"] and all(_OUR_NAMES.fullmatch(p.name) for p in state.iterdir()):
-        return
     message = "is not empty, and holds no manifest or journal of this tool"
     if overwrite:
         message += " that would say what --overwrite may remove"
     raise OutputError(Problem(message, file=str(root), hint="give a new or empty folder as --out"))
 
 
-def _remove_ours(root: Path) -> None:
-    """Removes what a manifest or journal here names, and our temporary files; nothing else."""
-    paths: set[str] = set()
+def _start_over(plan: Plan, root: Path) -> None:
+    """Removes what a manifest or journal here names, and our temporary files; nothing else.
+
+    The new journal comes first and names all that goes, so that a run that is stopped in between can be resumed.
+    """
     try:
-        if (root / MANIFEST).exists():
-            paths.update(read_manifest(root, error=OutputError).files, ("SHA256SUMS",))
-        for journal in read_journals(root):
-            paths.update(journal.outputs)
-            paths.update(b.path for record in journal.records for b in record.banks)
-            with locked(lock_path(journal.path)):
-                pass
+        sealed = read_manifest(root, error=OutputError) if (root / MANIFEST).exists() else None
+        journals = read_journals(root)
     except Sm70Error as exc:
-        raise OutputError(
-            Problem(
-                f"--overwrite cannot tell which files are ours: {exc}",
-                file=str(root),
-                hint="remove the folder yourself if it may go, or give another --out",
-            )
-        ) from exc
-    for path in sorted(paths):
+        message = f"--overwrite cannot tell which files are ours: {exc}"
+        hint = "remove the folder yourself if it may go, or give another --out"
+        raise OutputError(Problem(message, file=str(root), hint=hint)) from exc
+    if not sealed and not journals:
+        return
+    for journal in journals:
+        with locked(lock_path(journal.path)):
+            pass
+    named = {*sealed.files, SUMS} if sealed else set()
+    written = {b.path for journal in journals for record in journal.records for b in record.banks}
+    for path in sorted(named.union(written, *(journal.outputs for journal in journals))):
         if not _is_real((root / path).parent):
             message = "lies behind a symlink, so --overwrite does not remove it"
             raise OutputError(Problem(message, file=path, hint="remove the symlink, or give another --out"))
-    foreign = sorted(n for n in _files(root) if n not in paths and n != MANIFEST and not is_own_state(n))
+    with writing(str(root)):
+        there = sorted(n for n in _files(root) if n != MANIFEST and not is_own_state(n))
+    foreign = [n for n in there if n not in named and not any(journal.names(n) for journal in journals)]
     if foreign:
         message = f"holds files that this tool did not write: {', '.join(foreign[:5])}"
         raise OutputError(
             Problem(message, file=str(root), hint="move them away, or give another --out; nothing was removed")
         )
+    ours = _write_head(plan, root, plan.tp_sizes, there)
     with writing(str(root)):
-        # The manifest first: from here on the folder is not loadable.
-        for path in (MANIFEST, *sorted(paths)):
-            (root / path).unlink(missing_ok=True)
-        for leftover in temporary_files(root):
-            leftover.unlink(missing_ok=True)
-        for journal_path in (root / "sm70").glob("journal*.jsonl"):
-            journal_path.unlink()
-        for folder in sorted((p for p in root.glob("sm70/tp*/rank*") if not any(p.iterdir())), reverse=True):
-            folder.rmdir()
-        for folder in (p for p in root.glob("sm70/tp*") if not any(p.iterdir())):
-            folder.rmdir()
+        for journal in journals:
+            if journal.path != ours:
+                remove(root, f"sm70/{journal.path.name}")
+        remove(root, MANIFEST)  # from here on the folder is not loadable
+        for path in [*there, *temporary_files(root)]:
+            remove(root, path)
+        for folder in [*root.glob("sm70/tp*/rank*"), *root.glob("sm70/tp*")]:
+            if not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def _files(root: Path) -> Iterator[str]:
     """Everything in the folder that is no real folder, as relative paths."""
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in walk(root):
         links = [f for f in folders if (Path(folder) / f).is_symlink()]
         for name in (*files, *links):
             yield (Path(folder) / name).relative_to(root).as_posix()
@@ -377,13 +368,13 @@ def is_own_state(path: str) -> bool:
     return (name.startswith(".") and name.endswith(TEMPORARY)) or (in_state and _OUR_NAMES.fullmatch(name) is not None)
 
 
-def temporary_files(root: Path) -> Iterator[Path]:
-    """What killed runs left: our temporary files, in the folders that we write to."""
-    for folder, folders, files in os.walk(root):
+def temporary_files(root: Path) -> Iterator[str]:
+    """What killed runs left: our temporary files, in the folders that we write to, as relative paths."""
+    for folder, folders, files in walk(root):
         folders.sort()
         for file in files:
             if file.startswith(".") and file.endswith(TEMPORARY):
-                yield Path(folder) / file
+                yield (Path(folder) / file).relative_to(root).as_posix()
 
 
 @contextmanager
@@ -391,15 +382,29 @@ def sealing(root: Path, own: Sequence[Path]) -> Iterator[None]:
     """Holds the whole folder: no part may still be going, apart from the run that seals."""
     with ExitStack() as held:
         held.enter_context(locked(root / _FOLDER_LOCK, wait=5))
-        for path in sorted((root / "sm70").glob("journal*.jsonl")):
-            if path not in own:
-                held.enter_context(locked(lock_path(path)))
+        # Also those that a killed run left without a journal: they go with this.
+        locks = {*map(lock_path, (root / "sm70").glob("journal*.jsonl")), *_lock_files(root)}
+        for path in sorted(locks - set(map(lock_path, own))):
+            held.enter_context(locked(path))
         yield
+
+
+def _lock_files(root: Path) -> list[Path]:
+    return sorted((root / "sm70").glob(".journal*.jsonl.lock"))
 
 
 def close_journals(root: Path) -> None:
     """After the seal: removes the journals, so that only what the manifest names is left."""
     with writing("sm70"):
-        for path in (root / "sm70").glob("journal*.jsonl"):
-            path.unlink()
+        for path in sorted((root / "sm70").glob("journal*.jsonl")):
+            remove(root, f"sm70/{path.name}")
         sync_folder(root / "sm70")
+
+
+def unfinished(folder: Path) -> list[Journal]:
+    """The journals in a sealed folder: of an addition that was stopped or is still going. None that are damaged count."""
+    with reading("sm70", error=IntegrityError, hint="mend the disk (or the rights), then run the same command again"):
+        try:
+            return read_journals(folder)
+        except OutputError:
+            return []

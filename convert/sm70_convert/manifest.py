@@ -213,6 +213,8 @@ def read_manifest(folder: Path, *, error: type[Sm70Error] = IntegrityError) -> M
         raw = read_small(folder / MANIFEST, MANIFEST)
     except CheckpointError as exc:
         hint = "not a sealed folder: finish it with the same sm70-convert command, or with `sm70-convert seal`"
+        if isinstance(exc.__cause__, OSError):
+            hint = "mend the disk (or the rights), then run the same command again"
         raise error(Problem(exc.problems[0].message, file=MANIFEST, hint=hint)) from exc
     document = load_object(raw, MANIFEST, error=error)
     version = document.get("format_version")

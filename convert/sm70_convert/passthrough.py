@@ -5,25 +5,27 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from sm70_convert.bank import (
     CHUNK,
     FORMAT_VERSION,
     HASHES,
+    MEND,
+    MENDABLE,
     TEMPORARY,
     AtomicFile,
     BankWriter,
     FileRecord,
     make_folder,
-    measure,
+    read_back,
     sync_folder,
     write_small,
     writing,
 )
-from sm70_convert.checkpoint import CONFIG, INDEX
-from sm70_convert.errors import CheckpointError, OutputError, Problem
+from sm70_convert.checkpoint import CONFIG, INDEX, reading
+from sm70_convert.errors import RESUMES, CheckpointError, OutputError, Problem
 from sm70_convert.manifest import MANIFEST
 from sm70_convert.plan import PassthroughShard, Plan
 from sm70_convert.regular import open_regular
@@ -42,7 +44,10 @@ def output_names(plan: Plan) -> list[str]:
 
 def passthrough_bytes(plan: Plan, mode: str) -> int:
     """Bytes that write_passthrough() will put on the disk, headers aside."""
-    total = sum((plan.checkpoint.folder / name).stat().st_size for name in plan.checkpoint.extras)
+    total = 0
+    for name in plan.checkpoint.extras:
+        with reading(name):
+            total += (plan.checkpoint.folder / name).stat().st_size
     for shard in plan.passthrough:
         if shard.whole:
             total += plan.checkpoint.shards[shard.name].size if mode == "copy" else 0
@@ -57,15 +62,15 @@ def write_passthrough(plan: Plan, root: Path, mode: str, on_bytes: Callable[[int
     for shard in plan.passthrough:
         if shard.whole and mode != "copy":
             _link(plan, root, shard.name, mode)
-            yield measure(root / shard.name, shard.name, new, then=on_bytes)
+            yield read_back(root, shard.name, new, then=on_bytes)
         elif shard.whole:
             _copy(plan.checkpoint.folder / shard.name, root, shard.name, on_bytes)
-            yield measure(root / shard.name, shard.name, new)
+            yield read_back(root, shard.name, new)
         else:
             yield _rewrite(plan, root, shard, on_bytes)
     for name in plan.checkpoint.extras:
         _copy(plan.checkpoint.folder / name, root, name, on_bytes)
-        yield measure(root / name, name, new)
+        yield read_back(root, name, new)
     with BankWriter(root, SENTINEL, sentinel_header(), new) as writer:
         writer.append(SENTINEL_TENSOR, b"\0")
         record = writer.commit()
@@ -118,21 +123,22 @@ def _rewrite(plan: Plan, root: Path, shard: PassthroughShard, on_bytes: Callable
 
 
 def _copy(source: Path, root: Path, name: str, on_bytes: Callable[[int], object]) -> None:
-    """Copies the file behind `source`, as bytes."""
-    with os.fdopen(open_regular(source, name), "rb", buffering=0) as file, AtomicFile(root, name) as target:
+    """Copies the file behind `source`, as bytes. Raises CheckpointError if it changes meanwhile."""
+    with (
+        reading(name),
+        os.fdopen(open_regular(source, name), "rb", buffering=0) as file,
+        AtomicFile(root, name) as target,
+    ):
+        before = os.fstat(file.fileno())
         offset = 0
-        while piece := _read(file, name):
+        while piece := file.read(CHUNK):
             target.write_at(offset, piece)
             offset += len(piece)
             on_bytes(len(piece))
+        now = os.fstat(file.fileno())
+        if (now.st_size, now.st_mtime_ns) != (offset, before.st_mtime_ns):
+            raise CheckpointError(Problem("changed while it was copied", file=name, hint=RESUMES))
         target.commit()
-
-
-def _read(file: BinaryIO, name: str) -> bytes:
-    try:
-        return file.read(CHUNK)
-    except OSError as exc:
-        raise CheckpointError(Problem(f"cannot be read: {exc.strerror}", file=name)) from exc
 
 
 def _link(plan: Plan, root: Path, name: str, mode: str) -> None:
@@ -140,17 +146,24 @@ def _link(plan: Plan, root: Path, name: str, mode: str) -> None:
     source = Path(os.path.realpath(plan.checkpoint.folder / name))
     make_folder(root, root)
     final, temporary = root / name, root / f".{name}{TEMPORARY}"
-    temporary.unlink(missing_ok=True)
-    # Renaming one hard link over another to the same file does nothing, so an earlier one goes first.
-    final.unlink(missing_ok=True)
+    with writing(name):
+        temporary.unlink(missing_ok=True)
+        # Renaming one hard link over another to the same file does nothing, so an earlier one goes first.
+        final.unlink(missing_ok=True)
     try:
         if mode == "hardlink":
             os.link(source, temporary)
         else:
             temporary.symlink_to(source)
     except OSError as exc:
-        hint = "use --passthrough copy (or symlink)" if mode == "hardlink" else "use --passthrough copy"
+        instead = "use --passthrough copy (or symlink)" if mode == "hardlink" else "use --passthrough copy"
+        hint = MEND if exc.errno in MENDABLE else instead
         raise OutputError(Problem(f"cannot be made as a {mode}: {exc.strerror}", file=name, hint=hint)) from exc
-    with writing(name):
-        temporary.rename(final)
-        sync_folder(root)
+    try:
+        with writing(name):
+            temporary.rename(final)
+            sync_folder(root)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

@@ -17,7 +17,7 @@ from typing import Any
 
 from sm70_convert import names
 from sm70_convert.bank import HASHES, FileRecord, bank_path, write_small
-from sm70_convert.checkpoint import read_small
+from sm70_convert.checkpoint import read_small, reading
 from sm70_convert.errors import CheckpointError, IntegrityError, Problem, UsageError
 from sm70_convert.layout import LAYOUT_NAMES
 from sm70_convert.manifest import MANIFEST, Manifest, read_manifest
@@ -150,13 +150,14 @@ def records_at(path: Path) -> list[Record]:
 
     Raises UsageError if there is no such path, IntegrityError if it holds no record or a bad one.
     """
-    if not path.exists():
-        raise UsageError(Problem(f"--against {path}: no such file or folder", hint=_HOW))
-    if path.is_file():
-        return [read_record(path)]
-    if (path / MANIFEST).exists():
-        return list(records_of(read_manifest(path), str(path)))
-    files = sorted(p for p in path.iterdir() if _FILE.fullmatch(p.name))
+    with reading(str(path), error=IntegrityError):
+        if not path.exists():
+            raise UsageError(Problem(f"--against {path}: no such file or folder", hint=_HOW))
+        if path.is_file():
+            return [read_record(path)]
+        if (path / MANIFEST).exists():
+            return list(records_of(read_manifest(path), str(path)))
+        files = sorted(p for p in path.iterdir() if _FILE.fullmatch(p.name))
     if not files:
         raise IntegrityError(
             Problem("holds neither records of hashes (rank0-of-1.json ...) nor a manifest", file=str(path), hint=_HOW)

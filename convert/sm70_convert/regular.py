@@ -1,12 +1,15 @@
-"""Opening a file that somebody else made: a FIFO, a device or a folder in its place is refused, and never waited for."""
+"""Regular files alone are read: a FIFO, a device or a folder in their place is refused, and never waited for."""
 
 from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from sm70_convert.errors import CheckpointError, Problem, Sm70Error
+
+UNREADABLE = "mend the disk (or the rights), or fetch the checkpoint again"
 
 
 def open_regular(
@@ -19,11 +22,23 @@ def open_regular(
     try:
         # O_NONBLOCK: a FIFO must not hang the run before it is refused.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError as exc:
-        raise error(Problem("is missing", file=shown, hint=missing)) from exc
+        regular = False
+        try:
+            regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        finally:
+            if not regular:
+                os.close(fd)
+    except FileNotFoundError:
+        raise error(Problem("is missing", file=shown, hint=missing)) from None
     except OSError as exc:
-        raise error(Problem(f"cannot be opened: {exc.strerror}", file=shown)) from exc
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+        hint = UNREADABLE if error is CheckpointError else None
+        raise error(Problem(f"cannot be opened: {exc.strerror}", file=shown, hint=hint)) from exc
+    if not regular:
         raise error(Problem("is not a regular file", file=shown))
     return fd
+
+
+def forget(fd: int, offset: int = 0, count: int = 0) -> None:
+    """Tells the page cache that `count` bytes (0: all that follow) are not needed again: it is for what others need."""
+    with suppress(OSError):  # a hint that some file systems do not take
+        os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)

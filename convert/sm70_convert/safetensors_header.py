@@ -207,13 +207,17 @@ def read_file_header(path: Path, shown: str, *, error: type[Sm70Error] = Checkpo
     """The header of the file at `path`. Raises `error`, naming it as `shown`, if it cannot be read or is wrong."""
     try:
         with open(path, "rb", buffering=0) as file:
-            return read_header(partial(_pread, file.fileno()), os.fstat(file.fileno()).st_size, shown, error=error)
+            return read_header(partial(read_at, file.fileno()), os.fstat(file.fileno()).st_size, shown, error=error)
     except OSError as exc:
         raise error(Problem(f"cannot be read: {exc.strerror}", file=shown)) from exc
 
 
-def _pread(fd: int, offset: int, count: int) -> bytes:
-    return os.pread(fd, count, offset)
+def read_at(fd: int, offset: int, count: int) -> bytes:
+    """`count` bytes from `offset`: fewer only where the file ends, however little one call gives."""
+    data = os.pread(fd, count, offset)
+    while len(data) < count and (more := os.pread(fd, count - len(data), offset + len(data))):
+        data += more
+    return data
 
 
 def _entry(fields: Any, data_start: int) -> Entry | str:

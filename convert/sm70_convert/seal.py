@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sm70_convert import names
-from sm70_convert.bank import HASHES, layer_bank_paths, measure, write_small
-from sm70_convert.checkpoint import open_checkpoint
+from sm70_convert.bank import HASHES, layer_bank_paths, read_back, remove, write_small, writing
+from sm70_convert.checkpoint import open_checkpoint, reading
 from sm70_convert.errors import IntegrityError, OutputError, Problem
 from sm70_convert.hub import resolve
 from sm70_convert.journal import (
@@ -64,10 +64,7 @@ def sealing_plan(out: Path, source: str | None) -> Iterator[Plan]:
     """
     journals = read_journals(out)
     if not journals:
-        done = " (it is sealed already)" if (out / MANIFEST).exists() else ""
-        raise OutputError(
-            Problem(f"has no journal of parts to seal{done}", file=str(out), hint="make parts with --layers first")
-        )
+        raise _nothing_to_seal(out)
     made = journals[0].plan
     options = Options(
         tp_sizes=tuple(made["tp_sizes"]),
@@ -76,14 +73,22 @@ def sealing_plan(out: Path, source: str | None) -> Iterator[Plan]:
         hash=made["hash"],
     )
     origin = made["source"]
-    folder = Path(source) if source is not None and Path(source).exists() else Path(journals[0].source)
+    folder = Path(journals[0].source if source is None else source)
+    with reading(str(folder)):
+        there = folder.exists()
     opened = (
         resolve(source, origin.get("commit"))
-        if source is not None and not Path(source).exists()
+        if source is not None and not there
         else open_checkpoint(folder, repo=origin.get("repo"), commit=origin.get("commit"))
     )
     with opened as checkpoint:
         yield build_plan(checkpoint, options)
+
+
+def _nothing_to_seal(out: Path) -> OutputError:
+    done = " (it is sealed already)" if (out / MANIFEST).exists() else ""
+    hint = "make parts with --layers first"
+    return OutputError(Problem(f"has no journal of parts to seal{done}", file=str(out), hint=hint))
 
 
 def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress = lambda _: None) -> Summary:
@@ -91,6 +96,8 @@ def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress
     root = Path(os.path.realpath(out))
     with sealing(root, []):
         journals = read_journals(root)
+        if not journals:
+            raise _nothing_to_seal(out)
         done = {r.layer: r for journal in journals for r in journal.records}
         tp_sizes = tuple(journals[0].plan["tp_sizes"])
         identity = plan_identity(plan)
@@ -103,6 +110,9 @@ def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress
             sealed = read_manifest(root, error=OutputError)
             if field := difference(sealed.identity, identity):
                 raise other_plan(MANIFEST, field)
+            if set(tp_sizes) <= set(sealed.tp_sizes):  # a run that was stopped between its seal and the end
+                close_journals(root)
+                return Summary("sealed", out, (), tuple(sealed.layers), sealed.tp_sizes, 0, 0, sealed.findings)
         missing = sorted(set(plan.moe.layers) - set(done))
         if missing:
             hint = f"make them with --layers {names.format_ranges(missing)}, then seal again"
@@ -130,16 +140,37 @@ def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress
     return Summary("sealed", out, (), tuple(sorted(done)), manifest.tp_sizes, 0, written, manifest.findings)
 
 
+def refuse_other_weights(plan: Plan, sealed: Manifest) -> None:
+    """Holds the smallest source of every layer, a percent of the bytes or less, against what the folder was made of.
+
+    Headers and index may be alike where the weights are not. A hub commit says which weights they are.
+    """
+    if plan.checkpoint.repo is not None:
+        return
+    for layer in plan.layers:
+        source = min(layer.sources, key=lambda s: s.nbytes)
+        digest, buffer = HASHES[sealed.hash](), memoryview(bytearray(source.nbytes))
+        for file, offset in zip(source.files, source.offsets, strict=True):
+            plan.checkpoint.shards[file].read_into(offset, buffer)
+            digest.update(buffer)
+        plan.checkpoint.check_unchanged()
+        experts = names.format_ranges(range(plan.moe.experts))
+        now = SourceRecord(source.template, experts, digest.hexdigest())
+        refuse_other_sources(sealed.layers[layer.layer].sources, (now,), layer.layer)
+
+
 def refuse_other_sources(before: tuple[SourceRecord, ...], now: tuple[SourceRecord, ...], layer: int) -> None:
     """One folder holds banks of one checkpoint, even where headers and index are alike."""
-    for old, new in zip(before, now, strict=True):
+    known = {source.name: source for source in before}
+    for new in now:
+        old = known.get(new.name)
         if old != new:
             raise OutputError(
                 Problem(
                     "differs from what this folder was made of",
                     new.name,
                     layer=layer,
-                    expected=old.digest,
+                    expected=old.digest if old else "none",
                     actual=new.digest,
                     hint="the checkpoint has changed: use another --out",
                 )
@@ -165,10 +196,7 @@ def close_folder(
         files = sealed.passthrough
     else:
         files = tuple(write_passthrough(plan, root, passthrough, progress))
-    for shard in plan.checkpoint.shards.values():
-        shard.check_unchanged()
-    for leftover in list(temporary_files(root)):
-        leftover.unlink(missing_ok=True)
+    plan.checkpoint.check_unchanged()
     manifest = Manifest(
         identity=plan_identity(plan),
         tp_sizes=tuple(sorted({*tp_sizes, *(sealed.tp_sizes if sealed else ())})),
@@ -177,7 +205,16 @@ def close_folder(
         dropped=dropped_records(plan.layers),
         findings=in_order((*plan.findings, *(f for record in layers.values() for f in record.findings))),
     )
-    stray = [path for path in extra_files(root, manifest) if not is_own_state(path)]
+    journals = read_journals(root)
+    with writing(str(root)):
+        for path in list(temporary_files(root)):
+            remove(root, path)
+        stray = [path for path in extra_files(root, manifest) if not is_own_state(path)]
+        # What a run that was stopped while it started over had still to remove.
+        stale = [path for path in stray if any(journal.names(path) for journal in journals)]
+        for path in stale:
+            remove(root, path)
+        stray = sorted(set(stray) - set(stale))
     if stray:
         message = f"holds files that are no part of it: {', '.join(stray[:5])}"
         raise OutputError(Problem(message, file=str(root), hint="move them away, then run the same command again"))
@@ -191,7 +228,7 @@ def close_folder(
 
 def _sums(root: Path, manifest: Manifest, data: bytes) -> bytes:
     """SHA256SUMS: a plain digest of every file, as sha256sum -c reads it."""
-    lines = {path: measure(root / path, path, HASHES["sha256"], plain=True).digest for path in manifest.files}
+    lines = {path: read_back(root, path, HASHES["sha256"], plain=True).digest for path in manifest.files}
     lines[MANIFEST] = hashlib.sha256(data).hexdigest()
     return "".join(_sum_line(path, digest) for path, digest in sorted(lines.items())).encode()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 
 from sm70_convert import names
 from sm70_convert.bank import HASHES, FileRecord, bank_spec, digests_of, layer_bank_paths, measure
-from sm70_convert.checkpoint import CONFIG, INDEX, Checkpoint
+from sm70_convert.checkpoint import CONFIG, INDEX, Checkpoint, reading, walk
 from sm70_convert.errors import IntegrityError, Problem, Sm70Error, UsageError
 from sm70_convert.expert_tensors import LayerPlan
 from sm70_convert.experts import ExpertReader
+from sm70_convert.journal import is_own_state, unfinished
 from sm70_convert.layout import Layout, MoeShape
 from sm70_convert.manifest import MANIFEST, SUMS, Manifest, difference, plan_identity
 from sm70_convert.passthrough import SENTINEL, config_bytes, index_bytes, rewritten_header, sentinel_header
 from sm70_convert.plan import Options, Plan, build_plan
-from sm70_convert.safetensors_header import Header, read_file_header
+from sm70_convert.safetensors_header import Header, read_at, read_file_header
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,12 @@ def verify_folder(
         else:
             whole.append(record)
             sizes += record.bytes
-    problems += [Problem(_EXTRA, file=extra, hint="move the file away") for extra in extra_files(folder, manifest)]
+    journals = unfinished(folder)
+    with reading(str(folder), error=IntegrityError, hint=_RESTORE):
+        extra = [p for p in extra_files(folder, manifest) if not is_own_state(p)]
+    # The banks of an addition that was stopped, or is still going, are nobody's damage.
+    extra = [p for p in extra if not any(j.names_bank(p) for j in journals)]
+    problems += [Problem(_EXTRA, file=path, hint="move the file away") for path in extra]
     problems += _missing_banks(manifest)
     if quick:
         return Verification("quick", len(wanted), 0, 0, sizes, tuple(problems))
@@ -127,13 +133,14 @@ def _wrong_size(folder: Path, record: FileRecord) -> Problem | None:
     try:
         # A passed-through shard may be a symlink (--passthrough symlink); a bank, or a folder on the way to it, never is.
         info = path.lstat() if ours else path.stat()
+        above = [p for p in (path, *path.parents) if p != folder and folder in p.parents] if ours else []
+        links = [p for p in above if p.is_symlink()]
     except OSError as exc:
         return Problem(f"is missing or cannot be read: {exc.strerror}", file=record.path, hint=_RESTORE)
-    links = [p for p in (path, *path.parents) if p != folder and folder in p.parents and p.is_symlink()] if ours else []
     if links:
         shown = links[-1].relative_to(folder).as_posix()
         return Problem("is a symlink, which a bank or its folder never is", file=shown, hint=_RESTORE)
-    if info.st_size != record.bytes or not path.is_file():
+    if info.st_size != record.bytes or not stat.S_ISREG(info.st_mode):
         expected = f"{record.bytes} bytes"
         return Problem(
             "has the wrong size", file=record.path, expected=expected, actual=str(info.st_size), hint=_RESTORE
@@ -148,7 +155,7 @@ def _wrong_bytes(
     try:
         found = measure(folder / record.path, record.path, HASHES[hash_name], then=progress)
         if header is not None:
-            with open(folder / record.path, "rb") as file:
+            with reading(record.path, error=IntegrityError, hint=_RESTORE), open(folder / record.path, "rb") as file:
                 if file.read(len(header.raw)) != header.raw:
                     yield Problem("header is not what the manifest says of it", file=record.path, hint=hint)
     except Sm70Error as exc:
@@ -184,7 +191,7 @@ def extra_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     known = {*manifest.files, MANIFEST}
     if manifest.hash == "sha256":
         known.add(SUMS)
-    for root, folders, files in os.walk(folder):
+    for root, folders, files in walk(folder):
         relative = Path(root).relative_to(folder)
         if relative == Path():
             folders[:] = [f for f in folders if not f.startswith(".")]
@@ -251,10 +258,13 @@ def verify_source(
     plan: from source_plan(). sample: this many experts a layer (always the same ones for a layer), else all: what is wrong with
     the others stays unseen. The files must have passed verify_folder().
     """
+    import sm70_kernels.reference  # noqa: F401 - torch takes seconds, and may find no memory: not inside what reads files
+
     problems = list(_wrong_passthrough(folder, manifest, plan, progress))
     experts = tensors = 0
     for layer in plan.layers:
-        prepared, compared, found = _verify_layer(folder, plan, layer, sample, rank, progress)
+        with reading(str(folder), error=IntegrityError, hint=_RESTORE):
+            prepared, compared, found = _verify_layer(folder, plan, layer, sample, rank, progress)
         problems += found
         experts += prepared
         tensors += compared
@@ -286,7 +296,10 @@ def _verify_layer(
         if rank is None or r == rank
     ]
     with ExitStack() as opened:
-        files = [opened.enter_context(open(folder / bank.path, "rb", buffering=0)) for bank in banks]
+        files = []
+        for bank in banks:
+            with reading(bank.path, error=IntegrityError, hint=_RESTORE):
+                files.append(opened.enter_context(open(folder / bank.path, "rb", buffering=0)))
         for expert in chosen:
             projections = reader.read(expert)
             for bank, file in zip(banks, files, strict=True):
@@ -297,7 +310,8 @@ def _verify_layer(
                     rank=bank.rank,
                     tp_size=bank.tp_size,
                 )
-                found = _bank_expert(file.fileno(), bank.header, expert, plan.moe.experts)
+                with reading(bank.path, error=IntegrityError, hint=_RESTORE):
+                    found = _bank_expert(file.fileno(), bank.header, expert, plan.moe.experts)
                 for tensor, value in wanted.items():
                     compared += 1
                     if found.get(tensor) != _bytes(value):
@@ -316,7 +330,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 def _bank_expert(fd: int, header: Header, expert: int, experts: int) -> dict[str, bytes]:
     """The bytes of one expert in every tensor of a bank whose header has been verified."""
     size = {name: e.nbytes // experts for name, e in header.tensors.items()}
-    return {name: os.pread(fd, size[name], e.offset + expert * size[name]) for name, e in header.tensors.items()}
+    return {name: read_at(fd, e.offset + expert * size[name], size[name]) for name, e in header.tensors.items()}
 
 
 def _wrong_passthrough(folder: Path, manifest: Manifest, plan: Plan, progress: Progress) -> Iterator[Problem]:
@@ -326,7 +340,7 @@ def _wrong_passthrough(folder: Path, manifest: Manifest, plan: Plan, progress: P
         try:
             found = measure(folder / shard.name, shard.name, HASHES[hash_name], then=progress).tensors
             size = read_file_header(folder / shard.name, shard.name, error=IntegrityError).data_start
-            with open(folder / shard.name, "rb") as file:
+            with reading(shard.name, error=IntegrityError, hint=_RESTORE), open(folder / shard.name, "rb") as file:
                 header = file.read(size)
         except IntegrityError as exc:
             yield from exc.problems
@@ -347,7 +361,9 @@ def _wrong_passthrough(folder: Path, manifest: Manifest, plan: Plan, progress: P
             yield Problem("is not the source's file", file=name, hint=_RESTORE)
     sentinel = sentinel_header().raw + b"\0"
     for name, data in ((CONFIG, config_bytes(plan)), (INDEX, index_bytes(plan)), (SENTINEL, sentinel)):
-        if (folder / name).read_bytes() != data:
+        with reading(name, error=IntegrityError, hint=_RESTORE):
+            same = (folder / name).read_bytes() == data
+        if not same:
             yield Problem("is not what its source makes", file=name, hint=_RESTORE)
 
 
