@@ -270,7 +270,7 @@ def is_intact(root: Path, record: FileRecord, hash_name: str) -> bool:
     path = root / record.path
     try:
         return (
-            _is_real(path)
+            is_real(path)
             and path.lstat().st_size == record.bytes
             and measure(path, record.path, HASHES[hash_name]) == record
         )
@@ -278,7 +278,7 @@ def is_intact(root: Path, record: FileRecord, hash_name: str) -> bool:
         return False
 
 
-def _is_real(path: Path) -> bool:
+def is_real(path: Path) -> bool:
     """Whether no symlink is in `path`, which is below a folder without any."""
     return os.path.realpath(path) == str(path)
 
@@ -329,7 +329,7 @@ def _start_over(plan: Plan, root: Path) -> None:
     named = {*sealed.files, SUMS} if sealed else set()
     written = {b.path for journal in journals for record in journal.records for b in record.banks}
     for path in sorted(named.union(written, *(journal.outputs for journal in journals))):
-        if not _is_real((root / path).parent):
+        if not is_real((root / path).parent):
             message = "lies behind a symlink, so --overwrite does not remove it"
             raise OutputError(Problem(message, file=path, hint="remove the symlink, or give another --out"))
     with writing(str(root)):

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sm70_convert import names
-from sm70_convert.bank import HASHES, layer_bank_paths, read_back, remove, write_small, writing
+from sm70_convert.bank import HASHES, layer_bank_paths, measure, read_back, remove, write_small, writing
 from sm70_convert.checkpoint import open_checkpoint, reading
 from sm70_convert.errors import IntegrityError, OutputError, Problem
 from sm70_convert.hub import resolve
 from sm70_convert.journal import (
     close_journals,
-    is_intact,
     is_own_state,
+    is_real,
     journal_plan,
     read_journals,
     sealing,
@@ -119,6 +119,7 @@ def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress
             raise OutputError(
                 Problem(f"layers {names.format_ranges(missing)} are not made yet", file=str(root), hint=hint)
             )
+        new = HASHES[plan.options.hash]
         for record in done.values():
             if {b.path for b in record.banks} != layer_bank_paths(record.layer, tp_sizes):
                 message = "has a record in the journal that does not name its banks"
@@ -126,7 +127,7 @@ def seal(plan: Plan, out: Path, *, passthrough: str = "copy", progress: Progress
                     Problem(message, layer=record.layer, hint=f"make it again with --layers {record.layer}")
                 )
             for bank in record.banks:
-                if not is_intact(root, bank, plan.options.hash):
+                if not is_real(root / bank.path) or measure(root / bank.path, bank.path, new) != bank:
                     raise IntegrityError(
                         Problem(
                             "is not what its part wrote",

@@ -50,6 +50,11 @@ class Scenario(NamedTuple):
     full: bool = False
     prepare: Callable[[Place], object] = lambda _: None
 
+    @property
+    def torch(self) -> bool:
+        """Whether the command imports torch."""
+        return self.command[-2:] == TORCH or (self.command[0] == "verify" and "--source" in self.command)
+
 
 def small() -> Made:
     """Two AWQ layers of one expert, a shard without experts, and a side file in a folder of its own."""
@@ -91,6 +96,7 @@ VERIFY = ("verify", "OUT")
 SEAL = ("seal", "OUT")
 SOURCE = ("verify", "OUT", "--source", "MODEL")
 SUMS = ("--hash", "sha256")
+TORCH = ("--kernel", "torch")
 PARTS = ((*TP2, "--layers", 0), (*TP2, "--layers", 1))
 SECOND_LINE = Killed((*TP2, *ONE), "write", "sm70/journal.jsonl", 2)
 FIRST_LINE = Killed((*TP2, *ONE), "write", "sm70/journal.jsonl")
@@ -102,6 +108,7 @@ STARTED_OVER = Killed((*TP2, *OVERWRITE, "--overwrite"), "unlink", "assets/notes
 SCENARIOS = (
     Scenario("fresh, awq", AWQ, (), (*TP1, *ONE), (TP1,), full=True),
     Scenario("fresh, nvfp4, two jobs, sha256", NVFP4, (), (*TP2, *TWO, *SUMS), ((*TP2, *SUMS),)),
+    Scenario("fresh, a layer at a time as on a device", AWQ, (), (*TP2, *ONE, *TORCH), (TP2,)),
     Scenario("resume", AWQ, (SECOND_LINE,), (*TP2, *ONE), (TP2,), prepare=torn),
     Scenario("addition, awq", AWQ, (TP1,), (*TP2, *ONE), (TP2,)),
     Scenario("addition, nvfp4, two jobs, sha256", NVFP4, ((*TP1, *SUMS),), (*TP2, *TWO, *SUMS), ((*TP2, *SUMS),)),

@@ -31,9 +31,10 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool
     def start(number: int, torch: bool) -> Runner:
         folder = root / f"{number}{'-torch' * torch}"
         runner = Runner(folder, ("torch", "sm70_kernels.reference") if torch else ())
-        out, source = str(folder / "out"), ["--source", model] if torch else []
+        out = str(folder / "out")
+        source, kernel = (["--source", model], ["--kernel", "torch"]) if torch else ([], [])
         commands = [["verify", out, *source], ["plan", model], ["inspect", out], ["seal", out]]
-        runner.send({"warm": [[model, "--out", out], *commands]})
+        runner.send({"warm": [[model, "--out", out, *kernel], *commands]})
         return runner
 
     def runners(torch: bool) -> list[Runner]:
@@ -50,7 +51,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool
 def test_every_fault_is_told_seals_nothing_and_is_mended_by_the_next_run(
     scenario: Scenario, started: Callable[[bool], list[Runner]], tmp_path: Path
 ) -> None:
-    runners = started(scenario.command[0] == "verify" and "--source" in scenario.command)
+    runners = started(scenario.torch)
 
     def some(number: int) -> list[str]:
         trial = Trial(scenario, runners[number], tmp_path / str(number))
