@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,55 @@ def test_as_many_experts_as_can_be_looked_for_are_looked_for(tmp_path: Path) -> 
     made = awq(layers=8)
     made.config["num_experts"] = 62_500
     assert "experts 4-62499 of 62500 have no tensors" in errors(run("plan", made.write(tmp_path / "source"), code=3))[0]
+
+
+@pytest.mark.parametrize(("count", "code"), [(2_930, 0), (2_950, 4)])
+def test_what_passes_through_fits_a_manifest_that_can_be_read_again(count: int, code: int, tmp_path: Path) -> None:
+    made, out = awq(), tmp_path / "out"
+    for number in range(count):
+        made.add(f"{number:0>4000}", tensor("U8", (1,)))
+    result = run(made.write(tmp_path / "source"), "--out", out, code=code)
+    if code == 0:
+        run("verify", out, "--source", tmp_path / "source", code=0)
+        assert (out / "sm70/manifest.json").stat().st_size < 16_000_000
+    else:
+        message = "the 2954 tensors that would pass through are too many for a manifest"
+        assert errors(result) == [
+            f"{tmp_path}/source: {message}: expected at most 12000000 bytes of names and digests, found 12042337"
+        ]
+        assert not out.exists()
+
+
+@pytest.mark.parametrize("depth", [64, 65, 1200])
+def test_folders_nested_too_deep_are_refused(depth: int, tmp_path: Path) -> None:
+    source, out = awq().write(tmp_path / "source"), tmp_path / "out"
+    run(source, "--out", out, code=0)
+    here = os.open(source, os.O_RDONLY)
+    for _ in range(depth):  # the whole path may be longer than one call takes
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    result = run("plan", source, code=0 if depth == 64 else 3)
+    told = f"{source}: cannot be read: more than 64 folders in one another"
+    assert errors(result) == ([] if depth == 64 else [told])
+    (source / "d").rename(out / "d")
+    result = run("verify", out, code=0 if depth == 64 else 6)
+    assert errors(result) == ([] if depth == 64 else [f"{out}: cannot be read: more than 64 folders in one another"])
+    subprocess.run(["rm", "-rf", out], check=True)  # shutil.rmtree() recurses
+
+
+def test_a_symlink_to_a_folder_is_left_out_and_told(tmp_path: Path) -> None:
+    source, out = awq().write(tmp_path / "source"), tmp_path / "out"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/notes.txt").write_text("notes")
+    (source / "assets").symlink_to("../elsewhere")
+    run(source, "--out", out, code=0)
+    assert not (out / "assets").exists()
+    message = "symlinks to folders, which are not followed; left out"
+    expected = {"message": message, "example": "assets", "count": 1, "layer": None}
+    assert expected in json.loads((out / "sm70/manifest.json").read_text())["findings"]
 
 
 @pytest.mark.parametrize("as_json", [False, True])

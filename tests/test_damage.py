@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from made import awq
 from sm70_convert.cli import main
 
 DATA = Path(__file__).parent / "data"
@@ -89,7 +90,18 @@ def test_nothing_is_written_through_a_symlink_in_the_folder(sealed: Path, tmp_pa
 def test_a_bank_folder_behind_a_symlink_does_not_verify(sealed: Path, tmp_path: Path) -> None:
     (sealed / "sm70/tp2").rename(tmp_path / "tp2")
     (sealed / "sm70/tp2").symlink_to(tmp_path / "tp2")
-    assert "error: sm70/tp2: is a symlink, which a bank or its folder never is" in run("verify", sealed, code=6).stderr
+    assert "error: sm70/tp2: is a symlink, which a bank or a folder never is" in run("verify", sealed, code=6).stderr
+
+
+def test_a_folder_of_other_files_behind_a_symlink_does_not_verify(tmp_path: Path) -> None:
+    source, out = awq().write(tmp_path / "source"), tmp_path / "out"
+    (source / "assets").mkdir()
+    (source / "assets/notes.txt").write_text("notes")
+    run(source, "--out", out)
+    run("verify", out)
+    (out / "assets").rename(tmp_path / "assets")
+    (out / "assets").symlink_to(tmp_path / "assets")
+    assert "error: assets: is a symlink, which a bank or a folder never is" in run("verify", out, code=6).stderr
 
 
 def test_a_stray_file_is_not_sealed_in(part: Path) -> None:

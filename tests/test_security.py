@@ -264,6 +264,7 @@ UNSOUND: dict[str, Callable[[Any], object]] = {
     "tp-huge": lambda m: m.update(tp_sizes=[10**9]),
     "tp-text": lambda m: m.update(tp_sizes=["1"]),
     "tp-none": lambda m: m.update(tp_sizes=[]),
+    "tp-twice": lambda m: m.update(tp_sizes=[1, 1]),
     "tp-many": lambda m: m.update(tp_sizes=[1024] * 2000),
     "experts-zero": lambda m: m["moe"].update(experts=0),
     "experts-huge": lambda m: m["moe"].update(experts=10**30),

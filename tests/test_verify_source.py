@@ -24,6 +24,7 @@ import made
 from closed_form import Form
 from sm70_convert import manifest
 from sm70_convert.cli import main
+from sm70_convert.console import Console
 
 HIDDEN, INTERMEDIATE, EXPERTS, LAYERS, SIZES = 64, 128, 4, 2, (1, 2)
 FORMATS = {
@@ -384,6 +385,7 @@ def test_the_progress_adds_up_and_the_counts_are_of_what_was_compared(
         yield SimpleNamespace(update=bars[-1].append, set_postfix_str=lambda _: None)
 
     monkeypatch.setattr("tqdm.tqdm", bar)
+    monkeypatch.setattr(Console, "shows_progress", property(lambda _: True))
     result = run("verify", folder.root, "--source", folder.source, *options, "--json")
     assert len(bars) == 2
     for total, *steps in bars:

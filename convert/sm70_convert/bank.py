@@ -232,7 +232,8 @@ class BankWriter:
     def __init__(self, root: Path, path: str, header: Header, new_digest: Callable[[], Digest]) -> None:
         self._header = header
         self._new = new_digest
-        self._digests = {name: new_digest() for name in header.tensors}
+        self._running: dict[str, Digest] = {}
+        self._digests: dict[str, bytes] = {}
         self._written = dict.fromkeys(header.tensors, 0)
         self._file = AtomicFile(root, path)
         try:
@@ -246,18 +247,27 @@ class BankWriter:
         view = memoryview(data).cast("B")
         entry = self._header.tensors[tensor]
         self._file.write_at(entry.offset + self._written[tensor], view)
-        self._digests[tensor].update(view)
         self._written[tensor] += len(view)
+        # A running digest takes 2 kB, and what passes through may be many small tensors.
+        digest = self._running.pop(tensor, None) or self._new()
+        digest.update(view)
+        if self._written[tensor] == entry.nbytes:
+            self._digests[tensor] = digest.digest()
+        else:
+            self._running[tensor] = digest
 
     def commit(self) -> FileRecord:
         """Makes the file durable under its name. Every tensor must be complete."""
+        empty = self._new().digest()
+        digests: dict[str, bytes] = {}
         for name, entry in self._header.tensors.items():
             assert self._written[name] == entry.nbytes, name  # noqa: S101 - a bug here would seal a bad bank
+            digests[name] = self._digests[name] if entry.nbytes else empty
         size = self._file.commit()
         start = self._new()
         start.update(self._header.raw)
-        digest = combined_digest(self._new, start.digest(), (d.digest() for d in self._digests.values()))
-        return FileRecord(self._file.path, size, digest, {n: d.hexdigest() for n, d in self._digests.items()})
+        digest = combined_digest(self._new, start.digest(), digests.values())
+        return FileRecord(self._file.path, size, digest, {name: value.hex() for name, value in digests.items()})
 
     def discard(self) -> None:
         """Removes the unfinished file; does nothing after commit."""

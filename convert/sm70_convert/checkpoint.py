@@ -145,6 +145,7 @@ class Checkpoint:
     stale: tuple[StaleTensor, ...]
     unindexed: tuple[str, ...]
     extras: tuple[str, ...]
+    unfollowed: tuple[str, ...]
 
     def check_unchanged(self) -> None:
         """Raises CheckpointError if a shard is no longer the one that was planned."""
@@ -238,7 +239,7 @@ def _open_checkpoint(folder: Path, repo: str | None, commit: str | None) -> Chec
             tensors = listed[name] if listed is not None else list(header.tensors)
             stale += _take_refs(name, tensors, header, refs, problems)
             del header
-        extras = tuple(_extras(folder, problems))
+        extras, unfollowed = _extras(folder, problems)
         problems.raise_if_any()
     except BaseException:
         for shard in shards.values():
@@ -256,7 +257,8 @@ def _open_checkpoint(folder: Path, repo: str | None, commit: str | None) -> Chec
         shards=shards,
         stale=tuple(stale),
         unindexed=tuple(n for n in present if n not in shards),
-        extras=extras,
+        extras=tuple(extras),
+        unfollowed=tuple(unfollowed),
     )
 
 
@@ -374,16 +376,19 @@ def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
             raise OSError(errno.ELOOP, f"more than {MAX_DEPTH} folders in one another", root)
 
 
-def _extras(folder: Path, problems: Problems) -> Iterator[str]:
-    """Files to hand on as bytes, relative: no hidden ones, no weights. Symlinks to files are followed, to folders not."""
+def _extras(folder: Path, problems: Problems) -> tuple[list[str], list[str]]:
+    """Files to hand on as bytes (no hidden ones, no weights; symlinks to files are followed), and symlinks to folders."""
+    extras, unfollowed = [], []
     for root, folders, files in walk(folder):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         relative = Path(root).relative_to(folder)
+        unfollowed += [(relative / f).as_posix() for f in folders if (folder / relative / f).is_symlink()]
         for file in sorted(files):
             name = (relative / file).as_posix()
             if file.startswith(".") or file.endswith((".safetensors", *_OTHER_WEIGHTS)) or name in (CONFIG, INDEX):
                 continue
             if (folder / name).is_file():
-                yield name
+                extras.append(name)
             else:
                 problems.add(CheckpointError, Problem("is no regular file, nor a link to one", file=name, hint=_FETCH))
+    return extras, unfollowed

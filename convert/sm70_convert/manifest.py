@@ -263,7 +263,7 @@ def _decode(document: dict[str, Any]) -> Manifest:
     if names.parse_ranges(document["moe"]["layers"]) != tuple(sorted(layers)):
         raise ValueError("layers and moe.layers differ")
     tp_sizes = document["tp_sizes"]
-    if not tp_sizes or sum(tp_sizes) * len(layers) > MAX_BANKS:
+    if not tp_sizes or tp_sizes != sorted(set(tp_sizes)) or sum(tp_sizes) * len(layers) > MAX_BANKS:
         raise ValueError("tp_sizes are no sizes")
     return Manifest(
         tp_sizes=tuple(document.pop("tp_sizes")),

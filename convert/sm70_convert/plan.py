@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -31,6 +32,7 @@ _METHODS = {"awq": AWQ, "modelopt": NVFP4, "modelopt_fp4": NVFP4, "modelopt_mixe
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
 MAX_EXTRAS = 10_000
+MAX_RECORDS = 12_000_000  # bytes of what passes through in a manifest, whose own limit is 16 MB
 MAX_COUNT = 65_536  # experts of a layer, layers of a model
 _OUR_TENSORS = "sm70_prepared_checkpoint."  # the sentinel's: the output's index would give such a tensor to its file
 _OURS = ("sm70", "SHA256SUMS", "sm70-sentinel.safetensors")
@@ -158,6 +160,7 @@ def build_plan(checkpoint: Checkpoint, options: Options) -> Plan:
             ),
         )
     _check_names(checkpoint, problems)
+    _check_records(checkpoint, problems)
     _check_extras(checkpoint, problems)
     problems.raise_if_any()
     return Plan(
@@ -362,6 +365,9 @@ def _checkpoint_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
         )
     if checkpoint.unindexed:
         yield Finding("files that the index does not name; ignored", checkpoint.unindexed[0], len(checkpoint.unindexed))
+    if checkpoint.unfollowed:
+        message = "symlinks to folders, which are not followed; left out"
+        yield Finding(message, checkpoint.unfollowed[0], len(checkpoint.unfollowed))
 
 
 def _check_names(checkpoint: Checkpoint, problems: Problems) -> None:
@@ -372,6 +378,15 @@ def _check_names(checkpoint: Checkpoint, problems: Problems) -> None:
                 CheckpointError,
                 Problem("has a name that prepared folders use for themselves", name, ref.file, hint=hint),
             )
+
+
+def _check_records(checkpoint: Checkpoint, problems: Problems) -> None:
+    """A manifest names each tensor that passes through, with its digest; one that is too large could not be read again."""
+    needed = sum(len(json.dumps(name)) + 80 for name in checkpoint.refs)
+    if needed > MAX_RECORDS:
+        message = f"the {len(checkpoint.refs)} tensors that would pass through are too many for a manifest"
+        expected, actual = f"at most {MAX_RECORDS} bytes of names and digests", str(needed)
+        problems.add(UnsupportedError, Problem(message, file=str(checkpoint.folder), expected=expected, actual=actual))
 
 
 def _check_extras(checkpoint: Checkpoint, problems: Problems) -> None:

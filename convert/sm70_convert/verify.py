@@ -131,15 +131,15 @@ def _wrong_size(folder: Path, record: FileRecord) -> Problem | None:
     path = folder / record.path
     ours = record.path.startswith("sm70/")
     try:
-        # A passed-through shard may be a symlink (--passthrough symlink); a bank, or a folder on the way to it, never is.
+        # A passed-through shard may be a symlink (--passthrough symlink); a bank, or a folder on the way, never is.
         info = path.lstat() if ours else path.stat()
-        above = [p for p in (path, *path.parents) if p != folder and folder in p.parents] if ours else []
-        links = [p for p in above if p.is_symlink()]
+        below = [p for p in (path, *path.parents) if folder in p.parents]
+        links = [p for p in (below if ours else below[1:]) if p.is_symlink()]
     except OSError as exc:
         return Problem(f"is missing or cannot be read: {exc.strerror}", file=record.path, hint=_RESTORE)
     if links:
         shown = links[-1].relative_to(folder).as_posix()
-        return Problem("is a symlink, which a bank or its folder never is", file=shown, hint=_RESTORE)
+        return Problem("is a symlink, which a bank or a folder never is", file=shown, hint=_RESTORE)
     if info.st_size != record.bytes or not stat.S_ISREG(info.st_mode):
         expected = f"{record.bytes} bytes"
         return Problem(
