@@ -3,7 +3,8 @@
     python benchmarks/soak.py FOLDER [--rounds 200] [--seed 0] [--megabytes 300] [--json FILE]
 
 A round makes one prepared folder: whole, in two parts at once and a seal, or with a TP size added to a sealed folder. Its first
-command is always killed (SIGKILL), every other start with even odds, after a time drawn from the length of an undisturbed run.
+start is to be killed (SIGKILL), every other one with even odds, after a time drawn from the length of an undisturbed run; a run
+that ends before counts as no kill.
 FOLDER is made and needs room for three such checkpoints; it is removed at the end.
 """
 
@@ -77,7 +78,7 @@ class Soak:
         self.folder, self.random, self.figures = folder, random.Random(seed), Figures()  # noqa: S311 - no secret
         self.layers = -(-megabytes * 1_000_000 // (EXPERTS * 3 * HIDDEN * INTERMEDIATE // 2))
         self.undisturbed: dict[tuple[str, tuple[int, ...]], dict[str, str]] = {}
-        self.seconds: dict[tuple[str, str], float] = {}
+        self.seconds: dict[tuple[str, tuple[int, ...]], float] = {}
         self.bytes = 0
         for format_ in FORMATS:
             model = self.folder / format_
@@ -95,7 +96,9 @@ class Soak:
         """What an undisturbed run makes."""
         if (format_, tp_sizes) not in self.undisturbed:
             out = self.folder / "undisturbed"
+            begin = time.monotonic()
             subprocess.run([*PROGRAM, *self.convert(format_, out, tp_sizes), "--quiet"], check=True)
+            self.seconds[format_, tp_sizes] = time.monotonic() - begin
             self.undisturbed[format_, tp_sizes] = digests(out)
             shutil.rmtree(out)
         return self.undisturbed[format_, tp_sizes]
@@ -119,7 +122,7 @@ class Soak:
         expected = self.expected(format_, tp_sizes)
         must = True
         for step in steps:
-            self.carry_out(step, out, kind, must=must)
+            self.carry_out(step, out, self.seconds[format_, tp_sizes] / len(steps), must=must)
             must = False
         made = digests(out)
         if made != expected:
@@ -130,8 +133,8 @@ class Soak:
         self.figures.kinds[kind] += 1
         shutil.rmtree(out)
 
-    def carry_out(self, commands: list[list[str]], out: Path, kind: str, *, must: bool) -> None:
-        """Runs commands at once, and again until all have gone well. must: kill the first start for certain."""
+    def carry_out(self, commands: list[list[str]], out: Path, seconds: float, *, must: bool) -> None:
+        """Runs commands, of about so many seconds, at once, and again until all have gone well. must: kill the first start."""
         manifest = read(out / "sm70/manifest.json")
         left = commands
         while left:
@@ -140,10 +143,9 @@ class Soak:
                 subprocess.Popen([*PROGRAM, *c, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
                 for c in left
             ]
-            name = (kind, left[0][0])
             if must or self.random.random() < 0.5:
                 must = False
-                delay = self.random.uniform(0.1, max(0.5, self.seconds.get(name, 3.0)))
+                delay = self.random.uniform(0.25, max(0.5, 1.1 * seconds))
                 for process in running:
                     try:
                         process.wait(max(0.0, begin + delay - time.monotonic()))
@@ -155,7 +157,6 @@ class Soak:
                 if code == 0:
                     document = json.loads(stdout)
                     self.figures.layers_resumed += len(document["layers_resumed"]) if command[0] != "seal" else 0
-                    self.seconds[name] = time.monotonic() - begin
                 elif code == -9:
                     failed.append(command)
                     self.figures.kills += 1

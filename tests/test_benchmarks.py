@@ -20,6 +20,7 @@ import gpu_kernels
 import hashing
 import kernels
 import naive
+import soak
 import stages
 import synthetic
 import verify_vs_read
@@ -266,3 +267,40 @@ def test_comparison_imports_the_standard_library_alone() -> None:
     program = "import sys, convert_vs_cp; sys.exit('numpy' in sys.modules)"
     folder = Path(convert_vs_cp.__file__).parent
     assert subprocess.run([sys.executable, "-c", program], cwd=folder).returncode == 0
+
+
+def test_soak_kills_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = tmp_path / "soak.json"
+    arguments = ["soak.py", str(tmp_path / "work"), "--rounds", "3", "--megabytes", "20", "--json", str(figures)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        soak.main()
+    document = json.loads(figures.read_text())
+    assert ended.value.code == document["differences"] == 0
+    assert document["rounds"] == sum(document[f"rounds_{kind}"] for kind in soak.KINDS) == 3
+    assert document["kills"] > 0
+    assert not (tmp_path / "work").exists()
+
+
+def test_soak_finds_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["soak.py", str(tmp_path / "work"), "--rounds", "1", "--megabytes", "20"])
+    expected = soak.Soak.expected
+
+    def other(self: soak.Soak, *of: Any) -> dict[str, str]:
+        return expected(self, *of) | {"config.json": "another digest"}
+
+    monkeypatch.setattr(soak.Soak, "expected", other)
+    with pytest.raises(SystemExit) as ended:
+        soak.main()
+    assert ended.value.code == 1
+
+
+def test_the_figures_of_the_last_soak_stand_in_the_documentation() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    document = json.loads((docs / "soak.json").read_text())
+    assert document["rounds"] >= 200
+    assert document["checkpoint_bytes"] >= 300_000_000
+    assert document["differences"] == 0
+    text = (docs / "reliability.md").read_text()
+    for key, value in document.items():
+        assert f"    {key:<28}{value:>12}\n" in text
