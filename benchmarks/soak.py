@@ -161,8 +161,8 @@ class Soak:
                     failed.append(command)
                     self.figures.kills += 1
                     self.figures.phases[phase(out, command[0], manifest)] += 1
-                elif "(it is sealed already)" not in stderr:  # a seal that was killed when all was done
-                    raise SystemExit(f"{command}: exit code {code}: {stderr}")
+                elif "(it is sealed already)" not in stdout:  # a seal that was killed when all was done
+                    raise SystemExit(f"{command}: exit code {code}: {stdout}{stderr}")
             if failed and manifest is not None:
                 subprocess.run([*PROGRAM, "verify", str(out), "--quiet"], check=True, stderr=subprocess.DEVNULL)
                 self.figures.sealed_and_verified += 1

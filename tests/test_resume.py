@@ -166,7 +166,7 @@ def test_a_shard_that_is_replaced_by_an_equal_one_is_3(
     monkeypatch.setattr("sm70_convert.seal.dropped_records", lambda _: pytest.fail("was sealed"))
     read = ExpertReader.read
     monkeypatch.setattr(ExpertReader, "read", lambda self, expert: (replaced(), read(self, expert))[1])
-    result = run(model, "--out", tmp_path / "out", code=3)
+    result = run(model, "--out", tmp_path / "out", "--jobs", 1, code=3)
     assert result.stderr == (
         f"error: {VISUAL}: was replaced while it was converted\n"
         "next: let the checkpoint rest, then start over with --overwrite\n"

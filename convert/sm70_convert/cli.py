@@ -6,13 +6,10 @@ import functools
 import mmap
 import os
 import re
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -20,17 +17,8 @@ import click
 from sm70_convert import __version__
 from sm70_convert.console import Console
 from sm70_convert.devices import KERNELS
-from sm70_convert.errors import (
-    OUT_OF_MEMORY,
-    RESUMES,
-    Interrupted,
-    OutputError,
-    Problem,
-    Sm70Error,
-    Terminated,
-    UsageError,
-    is_out_of_memory,
-)
+from sm70_convert.ending import as_error, fail, stoppable, without_overwrite
+from sm70_convert.errors import Interrupted, OutputError, Problem, UsageError
 from sm70_convert.layout import LAYOUT_NAMES, RUNTIMES
 from sm70_convert.names import parse_ranges
 
@@ -70,9 +58,9 @@ class _DefaultCommand(click.Group):
                 try:
                     sys.exit(super().main(given, *more, **{**extra, "standalone_mode": False}))
                 except click.ClickException as exc:
-                    _fail(Console(as_json=True), UsageError(exc.format_message().partition("\n")[0]), debug=False)
+                    fail(Console(as_json=True), UsageError(exc.format_message().partition("\n")[0]), debug=False)
                 except click.Abort:
-                    _fail(Console(as_json=True), Interrupted("interrupted"), debug=False)
+                    fail(Console(as_json=True), Interrupted("interrupted"), debug=False)
             finally:
                 sys.stdout.flush()
         except OSError:
@@ -187,7 +175,7 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
     def run(*, quiet: bool, verbose: bool, as_json: bool, no_color: bool, debug: bool, **options: Any) -> None:
         color = False if no_color or os.environ.get("NO_COLOR") else None
         console = Console(as_json=as_json, quiet=quiet, verbose=verbose, color=color)
-        with _stoppable(console):
+        with stoppable(console):
             try:
                 # numpy's library ends the process itself where there is no memory for it.
                 mmap.mmap(-1, _NUMPY_BYTES).close()
@@ -195,93 +183,12 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
             except BrokenPipeError:
                 raise  # whoever read our output has gone
             except (Exception, KeyboardInterrupt) as exc:  # noqa: BLE001 - the last line: no traceback without --debug
-                error = _as_error(exc)
+                error = as_error(exc)
                 if options.get("overwrite"):
-                    error = _without_overwrite(error)
-                _fail(console, error, debug)
+                    error = without_overwrite(error)
+                fail(console, error, debug)
 
     return run
-
-
-def _fail(console: Console, error: Sm70Error, debug: bool) -> None:
-    if debug:
-        console.traceback()
-    console.error(error)
-    sys.exit(error.exit_code)
-
-
-def _as_error(exc: BaseException) -> Sm70Error:
-    """What is reported of an exception that no command is to see."""
-    if isinstance(exc, KeyboardInterrupt):
-        return Terminated("terminated") if isinstance(exc, _Terminate) else Interrupted("interrupted")
-    if is_out_of_memory(exc):
-        return OutputError(OUT_OF_MEMORY)
-    if isinstance(exc, Sm70Error):
-        return exc
-    if isinstance(exc, OSError):
-        file = str(exc.filename) if exc.filename else None
-        return OutputError(
-            Problem(f"{exc.strerror or exc}", file=file, hint=f"mend the disk (or the rights), then {RESUMES}")
-        )
-    return Sm70Error(f"unexpected {type(exc).__name__}: {exc}" if str(exc) else f"unexpected {type(exc).__name__}")
-
-
-def _without_overwrite(error: Sm70Error) -> Sm70Error:
-    """The same error where the next step is to go on, which --overwrite would not do."""
-    hints = [
-        (p, (p.hint or "").replace(RESUMES, RESUMES.replace(":", " without --overwrite:"))) for p in error.problems
-    ]
-    return type(error)(*(replace(p, hint=hint) for p, hint in hints), total=error.total)
-
-
-class _Terminate(KeyboardInterrupt):
-    """SIGTERM on its way up. No Exception, so that nothing takes it for an error of its own."""
-
-
-@contextmanager
-def _stoppable(console: Console) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop the command once; more of them do not disturb its cleaning up."""
-    handled = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
-    stopping = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopping
-        if stopping:
-            return
-        stopping = True
-        reason = _Terminate() if number == signal.SIGTERM else KeyboardInterrupt()
-        if _is_importing(frame):
-            # Half of a module's code turns it into another error or loses it. Nothing is open yet: end here.
-            error = _as_error(reason)
-            console.error(error)
-            sys.stdout.flush()
-            os._exit(error.exit_code)
-        raise reason
-
-    def lost(args: sys.UnraisableHookArgs) -> None:
-        """Where no exception can be raised (__del__): the next signal counts."""
-        nonlocal stopping
-        if isinstance(args.exc_value, KeyboardInterrupt):
-            stopping = False
-        else:
-            unraisable(args)
-
-    unraisable, sys.unraisablehook = sys.unraisablehook, lost
-    before = {s: signal.signal(s, stop) for s in handled}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        sys.unraisablehook = unraisable
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 @main.command(no_args_is_help=True)
