@@ -152,7 +152,7 @@ def make_folder(root: Path, folder: Path) -> None:
     parts = [p for p in (*reversed(folder.parents), folder) if root in p.parents]
     try:
         if not root.exists():
-            parts = [*reversed(root.parents), root, *parts]
+            parts = [*(p for p in reversed(root.parents) if not p.exists()), root, *parts]
         for part in parts:
             try:
                 part.mkdir()
