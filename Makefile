@@ -55,6 +55,7 @@ fuzz:
 	$(FUZZ)/venv/bin/python -m pip install --quiet "$(TORCH)" atheris .
 	mkdir -p $(FUZZ)/new
 	$(FUZZ)/venv/bin/python tests/fuzz/fuzz.py $(FUZZ)/new tests/fuzz/corpus -max_total_time=300 -print_final_stats=1 -artifact_prefix=$(FUZZ)/
-# 200 folders whose runs are killed at random moments, compared with undisturbed ones; in the environment of `make test`, half an hour and 3 GB of disk.
+
+# 200 folders whose runs are killed at random moments, compared with undisturbed ones; in the environment of `make test`, half an hour at most and 3 GB of disk.
 soak:
 	$(VENV)/bin/python benchmarks/soak.py .soak --json docs/soak.json
