@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, work: Path) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--format", choices=("awq", "nvfp4"), default="awq")
-    numbers = {"pairs": 5, "layers": 8, "jobs": 2} | SIZES
+    numbers = {"pairs": 5, "layers": 16, "jobs": 2} | SIZES
     for name, default in numbers.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=f"default {default}"

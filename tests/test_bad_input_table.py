@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,12 @@ def test_every_item_of_the_table_is_there() -> None:
     }  # fmt: skip
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert all(len(row.errors) > 0 for row in ROWS if row.code)
+
+
+def test_the_rows_that_the_documentation_names_exist() -> None:
+    patterns = re.findall(r"`([0-9]+-[^`\s]*)`", (Path(__file__).parent.parent / "docs/reliability.md").read_text())
+    assert len(patterns) > 20
+    assert [p for p in patterns if not any(fnmatchcase(row.name, p) for row in ROWS)] == []
 
 
 def assert_refused(row: Row, source: Path, out: Path) -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from test_bad_input_table import ROWS
-
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
 FUNCTIONS = {
@@ -44,10 +42,3 @@ def test_the_tests_that_a_document_names_exist(document: str, home: str | None) 
         )
     ]
     assert missing == []
-
-
-def test_the_rows_of_the_bad_input_table_that_a_document_names_exist() -> None:
-    patterns = re.findall(r"`([0-9]+-[^`\s]*)`", (DOCS / "reliability.md").read_text())
-    names = [row.name for row in ROWS]
-    assert len(patterns) > 20
-    assert [p for p in patterns if not any(fnmatchcase(n, p) for n in names)] == []
