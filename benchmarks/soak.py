@@ -2,9 +2,9 @@
 
     python benchmarks/soak.py FOLDER [--rounds 200] [--seed 0] [--megabytes 300] [--json FILE]
 
-A round makes one prepared folder: whole, in two parts at once and a seal, or with a TP size added to a sealed folder. Its first
-start is to be killed (SIGKILL), every other one with even odds, after a time drawn from the length of an undisturbed run; a run
-that ends before counts as no kill.
+A round makes one prepared folder: whole, in two parts at once and a seal, with a TP size added to a sealed folder, or with
+--overwrite over another one; links and hash vary. Its first start is to be killed (SIGKILL), every other one with even odds,
+after a time drawn from the length of an undisturbed run; a run that ends before counts as no kill.
 FOLDER is made and needs room for three such checkpoints; it is removed at the end.
 """
 
@@ -27,8 +27,9 @@ from synthetic import Synthetic, write_checkpoint
 
 PROGRAM = (sys.executable, "-m", "sm70_convert")
 FORMATS = ("awq", "nvfp4")
-KINDS = ("whole", "parts", "addition")
+KINDS = ("whole", "parts", "addition", "overwrite")
 TP_SIZES = ((1,), (2,), (4,), (1, 2))
+WAYS = (("copy", "blake3"), ("copy", "sha256"), ("hardlink", "blake3"), ("symlink", "blake3"))  # passthrough, hash
 PHASES = ("before the journal", "preparing layers", "passing through", "seal", "after the manifest")
 EXPERTS, HIDDEN, INTERMEDIATE = 16, 1024, 768
 
@@ -62,7 +63,7 @@ def phase(out: Path, command: str, manifest: bytes | None) -> str:
         return "seal"
     if not any(state.glob("journal*.jsonl")):
         return "before the journal"
-    if manifest is None and any(p.is_file() for p in out.iterdir()):
+    if now is None and any(p.is_file() for p in out.iterdir()):
         return "passing through"
     return "preparing layers"
 
@@ -77,8 +78,7 @@ class Soak:
     def __init__(self, folder: Path, seed: int, megabytes: int) -> None:
         self.folder, self.random, self.figures = folder, random.Random(seed), Figures()  # noqa: S311 - no secret
         self.layers = -(-megabytes * 1_000_000 // (EXPERTS * 3 * HIDDEN * INTERMEDIATE // 2))
-        self.undisturbed: dict[tuple[str, tuple[int, ...]], dict[str, str]] = {}
-        self.seconds: dict[tuple[str, tuple[int, ...]], float] = {}
+        self.undisturbed: dict[tuple[str, ...], tuple[dict[str, str], float]] = {}
         self.bytes = 0
         for format_ in FORMATS:
             model = self.folder / format_
@@ -88,47 +88,57 @@ class Soak:
             assert size >= megabytes * 1_000_000, size
             self.bytes += size
 
-    def convert(self, format_: str, out: Path, tp_sizes: tuple[int, ...], *more: object) -> list[str]:
+    def convert(
+        self, format_: str, out: Path, tp_sizes: tuple[int, ...], way: tuple[str, str], *more: str
+    ) -> list[str]:
         sizes = [word for size in tp_sizes for word in ("--tp-size", str(size))]
-        return [str(self.folder / format_), "--out", str(out), *sizes, *map(str, more)]
+        links, hash_ = way
+        return [str(self.folder / format_), "--out", str(out), *sizes, "--passthrough", links, "--hash", hash_, *more]
 
-    def expected(self, format_: str, tp_sizes: tuple[int, ...]) -> dict[str, str]:
-        """What an undisturbed run makes."""
-        if (format_, tp_sizes) not in self.undisturbed:
-            out = self.folder / "undisturbed"
+    def expected(self, format_: str, tp_sizes: tuple[int, ...], way: tuple[str, str]) -> tuple[dict[str, str], float]:
+        """What an undisturbed run makes, and its seconds."""
+        command = self.convert(format_, self.folder / "undisturbed", tp_sizes, way)
+        if tuple(command) not in self.undisturbed:
             begin = time.monotonic()
-            subprocess.run([*PROGRAM, *self.convert(format_, out, tp_sizes), "--quiet"], check=True)
-            self.seconds[format_, tp_sizes] = time.monotonic() - begin
-            self.undisturbed[format_, tp_sizes] = digests(out)
-            shutil.rmtree(out)
-        return self.undisturbed[format_, tp_sizes]
+            subprocess.run([*PROGRAM, *command, "--quiet"], check=True)
+            seconds = time.monotonic() - begin
+            self.undisturbed[tuple(command)] = digests(self.folder / "undisturbed"), seconds
+            shutil.rmtree(self.folder / "undisturbed")
+        return self.undisturbed[tuple(command)]
 
     def round(self, number: int) -> None:
         """One folder, made against the odds."""
         format_ = FORMATS[number % len(FORMATS)]
         kind = KINDS[number // len(FORMATS) % len(KINDS)]
-        jobs = ("--jobs", self.random.choice((1, 2)))
-        tp_sizes = self.random.choice(TP_SIZES)
+        jobs = ("--jobs", self.random.choice("12"))
+        tp_sizes, way = self.random.choice(TP_SIZES), self.random.choice(WAYS)
         out = self.folder / "out"
         half = self.layers // 2
         if kind == "whole":
-            steps = [[self.convert(format_, out, tp_sizes, *jobs)]]
+            steps = [[self.convert(format_, out, tp_sizes, way, *jobs)]]
         elif kind == "parts":
             parts = (f"0-{half - 1}", f"{half}-{self.layers - 1}")
-            steps = [[self.convert(format_, out, tp_sizes, "--layers", p, *jobs) for p in parts], [["seal", str(out)]]]
-        else:
+            steps = [
+                [self.convert(format_, out, tp_sizes, way, "--layers", p, *jobs) for p in parts],
+                [["seal", str(out)]],
+            ]
+        elif kind == "addition":
             tp_sizes = (1, 2)
-            steps = [[self.convert(format_, out, (size,), *jobs)] for size in self.random.sample(tp_sizes, 2)]
-        expected = self.expected(format_, tp_sizes)
+            steps = [[self.convert(format_, out, (size,), way, *jobs)] for size in self.random.sample(tp_sizes, 2)]
+        else:
+            other = self.convert(format_, out, self.random.choice(TP_SIZES), self.random.choice(WAYS), *jobs)
+            steps = [[other], [self.convert(format_, out, tp_sizes, way, "--overwrite", *jobs)]]
+        expected, seconds = self.expected(format_, tp_sizes, way)
+        each = seconds if kind == "overwrite" else seconds / len(steps)
         must = True
         for step in steps:
-            self.carry_out(step, out, self.seconds[format_, tp_sizes] / len(steps), must=must)
+            self.carry_out(step, out, each, must=must)
             must = False
         made = digests(out)
         if made != expected:
             self.figures.differences += 1
             names = sorted(n for n in {*made, *expected} if made.get(n) != expected.get(n))
-            print(f"round {number} ({kind}, {format_}, TP {tp_sizes}): other bytes in {names}", file=sys.stderr)
+            print(f"round {number} ({kind}, {format_}, TP {tp_sizes}, {way}): other bytes in {names}", file=sys.stderr)
         self.figures.rounds += 1
         self.figures.kinds[kind] += 1
         shutil.rmtree(out)
@@ -163,7 +173,9 @@ class Soak:
                     self.figures.phases[phase(out, command[0], manifest)] += 1
                 elif "(it is sealed already)" not in stdout:  # a seal that was killed when all was done
                     raise SystemExit(f"{command}: exit code {code}: {stdout}{stderr}")
-            if failed and manifest is not None:
+            # Once the old manifest is gone, the same command resumes without --overwrite too.
+            failed = [[w for w in c if w != "--overwrite" or read(out / "sm70/manifest.json")] for c in failed]
+            if failed and manifest is not None and "--overwrite" not in commands[0]:
                 subprocess.run([*PROGRAM, "verify", str(out), "--quiet"], check=True, stderr=subprocess.DEVNULL)
                 self.figures.sealed_and_verified += 1
             left = failed

@@ -271,13 +271,13 @@ def test_comparison_imports_the_standard_library_alone() -> None:
 
 def test_soak_kills_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = tmp_path / "soak.json"
-    arguments = ["soak.py", str(tmp_path / "work"), "--rounds", "3", "--megabytes", "20", "--json", str(figures)]
+    arguments = ["soak.py", str(tmp_path / "work"), "--rounds", "8", "--megabytes", "20", "--json", str(figures)]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as ended:
         soak.main()
     document = json.loads(figures.read_text())
     assert ended.value.code == document["differences"] == 0
-    assert document["rounds"] == sum(document[f"rounds_{kind}"] for kind in soak.KINDS) == 3
+    assert document["rounds"] == sum(document[f"rounds_{kind}"] for kind in soak.KINDS) == 8
     assert document["kills"] > 0
     assert not (tmp_path / "work").exists()
 
@@ -286,8 +286,9 @@ def test_soak_finds_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "argv", ["soak.py", str(tmp_path / "work"), "--rounds", "1", "--megabytes", "20"])
     expected = soak.Soak.expected
 
-    def other(self: soak.Soak, *of: Any) -> dict[str, str]:
-        return expected(self, *of) | {"config.json": "another digest"}
+    def other(self: soak.Soak, *of: Any) -> tuple[dict[str, str], float]:
+        files, seconds = expected(self, *of)
+        return files | {"config.json": "another digest"}, seconds
 
     monkeypatch.setattr(soak.Soak, "expected", other)
     with pytest.raises(SystemExit) as ended:
